@@ -1,1 +1,1 @@
-"""Checkpoints: written, verified, chosen and read."""
+"""Checkpoints: written, verified, kept and read."""
