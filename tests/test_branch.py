@@ -258,8 +258,20 @@ def test_what_a_branch_takes_over_takes_no_space_where_the_disk_has_hard_links(
     assert held(trunk) == before
 
 
-def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(branched):
-    new, _ = branched
+def of_resumed_trunk(folder, trunk, tmp_path):
+    """At step 20 of a trunk that was resumed at 12."""
+    train(load_config(folder / "trunk.yaml", ["logging.every=2"]), trunk, resume=12, store_dir=folder / "store")
+    branch(trunk, 20, tmp_path / "new", overrides=["train.steps=26"], store_dir=folder / "store")
+    assert [event["step"] for event in load_run(tmp_path / "new").events if event["event"] == "resume"] == [12, 20]
+    return tmp_path / "new"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(request, resumed):
+    if resumed:
+        new = of_resumed_trunk(*(request.getfixturevalue(name) for name in ("folder", "trunk", "tmp_path")))
+    else:
+        new, _ = request.getfixturevalue("branched")
     multiplexer = EventMultiplexer(size_guidance={"tensors": 0}).AddRunsFromDirectory(str(new / "tensorboard"))
     multiplexer.Reload()
     run = load_run(new)

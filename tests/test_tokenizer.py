@@ -143,14 +143,16 @@ def test_bpe_training_is_deterministic_across_processes(bpe, tmp_path):
     assert prints == {train_bpe(json.loads(text), 600).fingerprint + "\n"}
 
 
-def test_ctrl_c_does_not_wait_for_the_merges():
+@pytest.mark.parametrize("num_texts", [100_000, 10_000_000], ids=["merging", "reading"])
+def test_ctrl_c_does_not_wait_for_a_tokenizer(num_texts):
     program = (
         "import random\n"
         "from curriculum.data.tokenizers.vocabulary import train_bpe\n"
         "def texts():\n"
-        "    for _ in range(100_000):\n"
+        f"    for i in range({num_texts}):\n"
         "        yield ''.join(random.choices('abcdefghijklmnopqrstuvwxyz', k=40))\n"
-        "    print('read', flush=True)\n"
+        "        if i == 99_999:\n"
+        "            print('read', flush=True)\n"
         "train_bpe(texts(), 3000)\n"
     )
     training = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -159,7 +161,8 @@ def test_ctrl_c_does_not_wait_for_the_merges():
     asked = time.monotonic()
     training.send_signal(signal.SIGINT)
     _, said = training.communicate()
-    assert said.endswith(b"KeyboardInterrupt\n") and time.monotonic() - asked < 5
+    assert said.endswith(b"KeyboardInterrupt\n") and training.returncode == -signal.SIGINT
+    assert time.monotonic() - asked < 5
 
 
 def test_bpe_says_how_many_ids_a_small_corpus_allows():

@@ -116,7 +116,7 @@ def _copy_checkpoint(
 
 def _draw(made: RunDirectory, config: Config) -> None:
     """Write TensorBoard files from the record that was taken over, as if one run had made it in one go."""
-    board = Board(made.path)
+    board = Board(made.path, of_whole_record=True)
     for line in sorted([*read_metrics(made.path), *read_events(made.path)], key=lambda line: line["step"]):
         if line.get("event") == "training_start":
             line = {**line, "config": config.to_json()}

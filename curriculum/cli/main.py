@@ -84,9 +84,11 @@ def main() -> None:
         run_command()
     except BaseException as ending:
         programs = sys.modules.get("curriculum.train.programs")
-        if programs is None or not programs.compiling():
+        vocabulary = sys.modules.get("curriculum.data.tokenizers.vocabulary")
+        if not (programs and programs.compiling()) and not (vocabulary and vocabulary.is_training()):
             raise
-        # The interpreter would wait for the compiler, which cannot be interrupted and may take minutes.
+        # Neither can be interrupted. The interpreter would wait for the compiler, which may take minutes, and crash if
+        # a tokenizer is trained just as it ends.
         status = ending.code if isinstance(ending, SystemExit) else 1
         if not isinstance(ending, SystemExit):
             traceback.print_exc()

@@ -46,9 +46,12 @@ class Board:
     on that was resumed from is taken back (`SessionLog.START`), so curves never run backwards; what the record still
     has of that step is written again. Wall times are the timestamps of events; rows have none and take the current
     time. A row's `mixture` names every source, even without a share, so that its curve falls to 0 when the source ends.
+
+    of_whole_record: the lines are those of a record that is whole, by step: nothing is ever taken back.
     """
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, of_whole_record: bool = False):
+        self._of_whole_record = of_whole_record
         self._run_dir = run_dir
         self._folder = run_dir / "tensorboard"
         self._run_name = run_dir.resolve().name
@@ -59,15 +62,15 @@ class Board:
 
     def event(self, event: dict[str, Any]) -> None:
         if event["event"] in TAKEN_UP:
-            self.close()
             self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
         match event["event"]:
             case "training_start":
                 # A run that starts anew has its old record set aside; a view of both would mix two runs.
+                self.close()
                 self._first_step = self._newest_step = 0
                 for path in self._folder.rglob("*.tfevents.*"):
                     path.unlink()
-            case "resume" | "rollback":
+            case "resume" | "rollback" if not self._of_whole_record:
                 self._take_back(event)
         self._show(event)
 
@@ -76,6 +79,7 @@ class Board:
 
         What the record, which is cut back, had of that step before the event is written again.
         """
+        self.close()
         step = self._first_step = self._newest_step = event["step"]
         for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
             self._writer(str(folder.relative_to(self._folder)))

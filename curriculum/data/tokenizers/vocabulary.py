@@ -2,8 +2,9 @@
 
 import difflib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from curriculum.data.tokenizers.hf_definition import byte_level_letters
 from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
 from curriculum.errors import InputError
 
+_TRAINING = "training a tokenizer"  # the name of a thread
 TRAIN_BYTES = 1 << 27  # with more text `tokenizers` would hold over a gigabyte
 
 
@@ -75,7 +77,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=letters, special_tokens=[], show_progress=False
     )
-    _answering_signals(lambda: trained.train_from_iterator(texts, trainer))
+    _train(trained, texts, trainer)
     vocabulary = trained.get_vocab()
     possible = len(vocabulary) + 1
     if possible != vocab_size:
@@ -90,21 +92,39 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer("bpe", tuple(tokens), {END_OF_TEXT: vocab_size - 1}, r50k_pat_str)
 
 
-def _answering_signals(work: Callable[[], object]) -> None:
-    """Call `work` in a thread, so that Ctrl-C ends the wait for it: all merges are one call, of up to half a minute.
+def _train(trained: Any, texts: Iterable[str], trainer: Any) -> None:
+    """Train in a thread, so that Ctrl-C ends the wait for it: all merges are one call, of up to half a minute.
 
-    Raises what `work` raises. If the wait is ended, the thread ends with the process.
+    Raises what training raises. If the wait is ended, no more texts are read, but merges go on, as `is_training` tells.
     """
-    done: Future[object] = Future()
+    done: Future[None] = Future()
+    ended = threading.Event()
+
+    def read() -> Iterator[str]:
+        for text in texts:
+            if ended.is_set():
+                raise InterruptedError
+            yield text
 
     def called() -> None:
         try:
-            done.set_result(work())
+            done.set_result(trained.train_from_iterator(read(), trainer))
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=called, name="tokenizer", daemon=True).start()
-    done.result()
+    thread = threading.Thread(target=called, name=_TRAINING, daemon=True)
+    thread.start()
+    try:
+        done.result()
+    except BaseException:
+        ended.set()
+        thread.join(0.1)  # until it no longer calls Python, which would crash an interpreter that ends
+        raise
+
+
+def is_training() -> bool:
+    """Whether a thread still trains a tokenizer after its caller was interrupted."""
+    return any(thread.name == _TRAINING for thread in threading.enumerate())
 
 
 def check_tiktoken_name(name: str) -> None:
