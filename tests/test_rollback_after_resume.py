@@ -148,6 +148,8 @@ def test_what_the_config_changed_in_between_is_told_where_it_acts(place, tmp_pat
     """Trained again are updates 4 and 5, of the same data: the rate from step 7 on is of the schedule, decay is not."""
     sections = {
         "checkpoint": {"every": 4, "keep": 3},
+        "evalsets": {"every": 4, "primary": {"held_out_of": "web"}},
+        "phases": RAISES["phases"],  # no eval at 6: it would go back to the gold of that step
         "train": RAISES["train"],
         "optim": {"lr": 3e-3, "warmup_steps": 0, "schedule": "constant"},
     }
@@ -164,6 +166,17 @@ def test_what_the_config_changed_in_between_is_told_where_it_acts(place, tmp_pat
     now = {row["step"]: row for row in run.metrics}
     assert now[5]["loss"] == before[5]["loss"] and now[6]["loss"] > before[6]["loss"]
     assert [now[step]["lr"] for step in (5, 7, 8, 12)] == [3e-3, 3e-3, 2e-3, 2e-3]
+
+
+def test_it_goes_back_to_a_gold_that_is_newer_than_what_a_stop_saved(place, tmp_path, monkeypatch):
+    """The stop at 5 saves the one checkpoint that is no gold."""
+    sections = {
+        "checkpoint": {"every": 500},
+        "evalsets": {"every": 2, "primary": {"held_out_of": "web"}},
+        "train": RAISES["train"],
+        "optim": {"lr": 3e-3, "warmup_steps": 0, "schedule": "constant"},
+    }
+    trained(place, tmp_path / "run", monkeypatch, stop=5, first=7, back_to=6, **sections)
 
 
 EDITS = {

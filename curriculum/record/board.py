@@ -84,12 +84,15 @@ class Board:
         for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
             self._writer(str(folder.relative_to(self._folder)))
         there = list(dropwhile(lambda e: e["step"] < step, (e for e in read_events(self._run_dir) if e != event)))
-        with suppress(InputError):  # a broken row was told of as the run was taken up
+        # A row that is broken was told of as the run was taken up; older records lack some fields.
+        passed_over = suppress(InputError, KeyError, TypeError, ValueError)
+        with passed_over:
             row = last_row(self._run_dir)
             if row is not None and row["step"] == step:
                 self._row(row, _wall_time(there[0] if there else event))
         for earlier in there:
-            self._show(earlier)
+            with passed_over:
+                self._show(earlier)
 
     def _show(self, event: dict[str, Any]) -> None:
         wall_time = _wall_time(event)

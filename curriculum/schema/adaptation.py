@@ -96,7 +96,7 @@ class HfBase:
     model: ModelConfig
 
     def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
-        """The lineage of a run that begins here. `train.start` adds the fingerprint, for which it reads all weights."""
+        """The lineage of a run that begins here; `start_of` adds the fingerprint, for which it reads all weights."""
         return {
             "init_from": self.init_from,
             "kind": "hf",

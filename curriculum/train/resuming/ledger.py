@@ -135,12 +135,12 @@ def check_past(
     With `accept_past`, a source that was read may be gone or have other text; these changes are returned, as (path,
     message). The error mentions that option, except to the command that makes a branch (`of_branch`), which lacks it.
     """
-    problems = list(_settings_changed(saved, found))
+    problems = [*_model_changed(saved, found), *_settings_changed(saved, found)]
     changed = _changed_data_settings(saved, found.config)
-    if not _other_tokenizer(saved, found):  # from which follow the size of the vocabulary and what the sets are
-        problems = [*_model_changed(saved, found), *problems, *_evalsets_changed(saved, found, changed)]
     # With another tokenizer or packing every text has changed.
     contents = list(_text_changed(saved, found, changed, compare=not problems))
+    if not _other_tokenizer(saved, found):  # which changes every set as well
+        problems += _evalsets_changed(saved, found, changed)
     problems += _still_read(saved, found)
     if problems:
         raise found.config.error(dict.fromkeys([*contents, *problems]))
@@ -153,12 +153,14 @@ def check_past(
 def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     model, parameters, were = found.architecture, found.parameters, saved["parameters"]
     known = {} if model is None else {**saved["model"], **model}
-    if changed := [k for k in known if model.get(k) != saved["model"].get(k)]:  # null is as if left out
+    follows = _OF_VOCABULARY if _other_tokenizer(saved, found) else ()
+    changed = [k for k in known if k not in follows and model.get(k) != saved["model"].get(k)]  # null is as if left out
+    if changed:
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # older runs always predicted padding
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as before"
         yield "model", f"the architecture of a run cannot change: {got}"
-    elif parameters is not None and parameters != were:
+    elif parameters is not None and parameters != were and not follows:
         name = next(n for n in sorted({**were, **parameters}) if parameters.get(n) != were.get(n))
         got = f"{name} {parameters.get(name)} (was {were.get(name)})"
         yield "model", f"the parameters of a run cannot change: {got}"
@@ -237,6 +239,7 @@ def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[s
             yield place_of(name), message
 
 
+_OF_VOCABULARY = ("vocab_size", "num_ids")  # of an architecture
 _OR_NEW = "restore it, or start a new --run-dir"
 _OR_ACCEPT = ", or continue after the number of tokens already read: --accept-past"
 _CHAT = [f"chat.{role}" for role in ROLES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,15 +37,17 @@ def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | No
     return Resumed(step, folder, read_ledger(folder))
 
 
-def newest_whole(directory: RunDirectory, up_to: float = math.inf) -> tuple[int, Path] | None:
-    """(step, folder) of the newest checkpoint up to a step that verifies; None if there is none.
+def newest_whole(directory: RunDirectory, up_to: int | None = None) -> tuple[int, Path] | None:
+    """(step, folder) of the newest checkpoint that verifies; None if there is none.
 
-    `gold/` and `kept/` count only if `checkpoints/` has none.
+    `gold/` and `kept/` count only if `checkpoints/` has none. But to go back, which is what `up_to` a step is for, all
+    count alike: a run that once continued from its gold has that in `checkpoints/` too, and goes back as if it had not.
     """
-    for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
-        found = [step_folder for place in places for step_folder in step_folders(place).items()]
-        for step, folder in sorted(found, reverse=True):
-            if step <= up_to and damage(folder) is None:
+    own, others = (directory.checkpoints,), (directory.gold, directory.kept)
+    for places in (own, others) if up_to is None else ((*others, *own),):
+        found = [(step, i, folder) for i, place in enumerate(places) for step, folder in step_folders(place).items()]
+        for step, _, folder in sorted(found, reverse=True):
+            if (up_to is None or step <= up_to) and damage(folder) is None:
                 return step, folder
     return None
 
