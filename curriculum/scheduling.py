@@ -192,7 +192,7 @@ def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[i
 
 
 def num_due(ends: Set[int], every: int, after: int) -> int:
-    """How many evals or checkpoints are due after step `after`, at least 0.
+    """How many evals or checkpoints are due after step `after`, which is not beyond the last of `ends`.
 
     They are due at each multiple of `every` up to the last of `ends`, and at each of `ends`: the phase ends for evals,
     the run's end for checkpoints.

@@ -164,6 +164,12 @@ def test_a_tag_that_says_text_is_heard(folder):
     assert "got the tag 'tag:yaml.org,2002:int'" in problems(GOOD.replace("steps: 100", "steps: !!int 100"))[0]
 
 
+def test_one_set_that_is_held_out_is_enough_for_replay(folder):
+    """The set law has a path of its own."""
+    replay = load(GOOD.replace("every: 200}}", "every: 200}}\n  regression: {action: replay}"))
+    assert replay.evalsets.regression.action == "replay" and replay.eval_sources["law"].held_out_of is None
+
+
 def test_a_vocabulary_has_room_for_every_id_of_the_tokenizer(folder):
     """The ids of kind byte: 256 bytes and end-of-text."""
     assert load(GOOD, "model={preset: tiny, vocab_size: 257}").model.vocab_size == 257

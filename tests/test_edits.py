@@ -895,3 +895,28 @@ def test_a_run_that_goes_back_keeps_what_its_edit_warned_of():
     assert first is None and second["changes"] == [at_once] and second["warnings"] == ["one"]
     first, second = gone_back({**event, "changes": [at_once, of_schedule]}, setup, 20)
     assert first["warnings"] == ["one"] and second["changes"] == [at_once] and second["warnings"] == []
+
+
+def test_what_acts_at_once_was_accepted_only_if_it_is_of_text():
+    schedule, _ = begun()
+    setup = SimpleNamespace(config=config_of(BASE), course=SimpleNamespace(schedule=schedule))  # all that is read of it
+    of_set = {"path": "evalsets.sets.more", "was": None, "now": True}
+    of_text = {"path": "sources.law", "was": {"stream": "one"}, "now": {"stream": "another"}}
+    seed = {"path": "seed", "was": 1, "now": 2}
+    event = {"accepted_past": True, "warnings": []}
+    for at_once, accepted in ((of_set, False), (of_text, True)):
+        first, second = gone_back({**event, "changes": [at_once, seed]}, setup, 20)
+        assert (first["accepted_past"], second["accepted_past"]) == (True, accepted)
+
+
+@pytest.mark.parametrize(("step", "phase", "start", "until"), [(100, 2, 80, 90), (80, 1, 40, 70)])
+def test_a_phase_that_lasted_to_its_end_is_not_told_to_last_longer(step, phase, start, until):
+    _, saved = begun(step=step)
+    data = changed(BASE, put("train.steps", 160))
+    data["phases"].append({"name": "d", "until": "end", "mixture": {"web": 1.0}})
+    data["phases"][2]["until"] = 150
+    data["phases"][phase]["until"] = until
+    with pytest.raises(InputError) as error:
+        resumed(saved, data)
+    fix = f"steps {start} to {step} were trained in this phase: let it end at {step}"
+    assert list(error.value.problems) == [f"config: phases[{phase}].until: got {until}, but {fix}"]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from evalsets.metrics import WindowResults, clustered_ratio, clusters, count_clusters, summarise
+from evalsets.metrics import WindowResults, clustered_ratio, clusters, count_clusters, paired_difference, summarise
 
 
 def results(nats, tokens, document, correct=None, num_bytes=None):
@@ -148,3 +148,9 @@ def test_no_bytes_no_bits_per_byte():
 def test_no_token_is_an_error(num_windows):
     with pytest.raises(ValueError, match=f"{num_windows} windows with no scored token"):
         summarise(results([0.0] * num_windows, [0] * num_windows, range(num_windows)))
+
+
+def test_windows_that_are_infinite_under_both_checkpoints_differ_by_what_is_no_number():
+    nats_N, tokens_N = np.array([np.inf, 1.0]), np.array([1, 1])
+    paired = paired_difference(nats_N, nats_N, tokens_N, np.array([0, 1]))  # a warning would be an error here
+    assert np.isnan(paired.delta) and np.isnan(paired.sem)

@@ -751,6 +751,13 @@ def test_what_goes_on_meets_its_cap_and_its_clock_where_the_phase_would():
             assert order(given, 100) == order(whole, 100) and given.phase_bounds == whole.phase_bounds
 
 
+def test_a_ramp_that_is_over_is_no_part_of_what_an_edit_begins():
+    whole = resolved(Phase("a", 30, {"law": 1.0}), Phase("b", "end", {"web": 1.0}, ramp_steps=10), total=50)
+    mixed = Phase("b", "end", {"web": 0.5, "law": 0.5}, ramp_steps=10)
+    edited = after(cut(whole.segments, 45), Phase("a", 30, {"law": 1.0}), mixed, total=50, lr=CONSTANT)
+    assert edited.segment_at(45).start == 45 and edited.segment_at(45).ramp is None
+
+
 def test_what_goes_on_may_change_its_mixture_and_its_end_on_the_way():
     a, b, c = THREE
     whole = resolved(*THREE, lr=WSD)
