@@ -61,7 +61,7 @@ def test_a_set_without_a_standard_error_has_no_intervals():
         },
     }
     known = transfer_of([("a", 0, 8)], 35.0)["sets"]["val"]["forgetting"]
-    assert known == {"value": 0.5, "interval": None, "best_phase": "start"}
+    assert known == {"value": 0.5, "interval": None, "best_phase": "the start"}
     best_last = transfer_of([("a", 0, 8)], nats[1])
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
 

@@ -299,10 +299,10 @@ def transfer_matrix(
 
     `nats` has the nats_N of the sets that were measured at each end, `last` the results of the last eval. `bounds` are
     the schedule's phases, (name, start, end). `from_scratch` is as in `transfer`. `best_phase`, the phase since whose
-    end the set has forgotten, is "start" if the set was best before the first phase. An interval is None if the set has
-    no standard error, or if a loss is not finite.
+    end the set has forgotten, is "the start" if the set was best before the first phase; no phase has a space in its
+    name. An interval is None if the set has no standard error, or if a loss is not finite.
     """
-    sets, names = {}, ["start", *(name for name, _, _ in bounds)]
+    sets, names = {}, ["the start", *(name for name, _, _ in bounds)]
     for name, result in last.items():
         measured = [nats.get(end, {}).get(name) for _, _, end in bounds]
         found = transfer(watch.sets[name], measured, result.tokens_N, result.document_N, from_scratch=from_scratch)
