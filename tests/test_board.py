@@ -273,6 +273,25 @@ def test_what_is_recorded_where_a_run_resumes_stands_there_once_however_often_it
     assert len(again) == 3 and len(set(again)) == 1  # at the time of the event
 
 
+def test_lines_of_an_older_record_that_lack_fields_are_passed_over_where_a_run_resumes(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 5)
+    record.close()
+    record = Record(run_dir, tokens_at)
+    record.row({"step": 6})
+    record.event("phase_switch", 6)
+    record.event("eval", 6, val_loss=3.0, val_bpb=1.5, lr=1e-4, phase="foundation", eval_duration_s=0.5)
+    offsets = record.offsets()
+    record.close()
+    resumed = resume(run_dir, offsets, 6)
+    train(resumed, 6, 8)
+    resumed.close()
+    main = shown(tmp_path)["example/tensorboard"]
+    assert [step for step, _ in main["train/loss"]] == [2, 4, 8] and "phase_switch" not in main
+    assert main["eval/val/loss"] == [(4, float32(3.6)), (6, 3.0), (8, float32(3.2))]
+
+
 def test_a_half_written_point_of_a_killed_process_hides_nothing_after_it(tmp_path):
     run_dir = tmp_path / "example"
     record = begin(run_dir)

@@ -321,6 +321,8 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     # What follows from another tokenizer is not told beside it: the size of the vocabulary, and the text of the sets.
     refused("^[^\n]*tokenizer: is not the one that the run was trained with; [^\n]*$", train=longer,
             tokenizer={"kind": "char"})  # fmt: skip
+    refused("^[^\n]*architecture of a run cannot change: n_layer 2 [^,\n]*\n[^\n]*tokenizer: is not the one[^\n]*$",
+            train=longer, tokenizer={"kind": "char"}, model={**data["model"], "n_layer": 2})  # fmt: skip
     refused("sources: code is gone, but 2,560 of its tokens were trained on; .*--accept-past", train=longer, **no_code)
 
     accepted = tmp_path / "accepted"
@@ -444,6 +446,9 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
         ({"evalsets": renamed}, f"evalsets.seq_len: got 16, {begun} null; restore it"),
     ):  # fmt: skip
         assert problems(saved, **changes) == [expected]
+    other = json.loads(json.dumps(saved))
+    other["sources"]["web"]["stream"] = other["history"]["eval_sets"]["primary"] = "another"
+    assert [problem.partition(":")[0] for problem in problems(other)] == ["sources.web", "evalsets.primary"]
     # A template that no source of conversations uses is free; so is the same share in other words.
     text = {"sources": {"web": web}, "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
             "evalsets": {"primary": {"held_out_of": "web"}}}  # fmt: skip
