@@ -89,10 +89,10 @@ def begin(run_dir, settings=OFFLINE):
     return record
 
 
-def resume(run_dir, offsets, step):
+def resume(run_dir, offsets, step, kind="resume", **fields):
     views = [WandbLog(run_dir, OFFLINE, {**CONFIG, "seed": 8})]
     record = Record.resume(run_dir, offsets, lambda step: 64 * step, 0.0, views=views)
-    record.event("resume", step, plan=PLAN)
+    record.event(kind, step, plan=PLAN, **fields)
     return record
 
 
@@ -188,6 +188,22 @@ def test_a_resume_goes_on_under_the_same_id(tmp_path):
     ]
     assert curve(second_history, "train/loss")[0][0] == 10
     assert (config_of(first)["seed"], config_of(second)["seed"]) == (7, 8)
+
+
+def test_a_run_that_was_killed_on_its_way_back_goes_on_under_the_same_id(tmp_path):
+    record = begin(tmp_path)
+    train(record, 0, 4)
+    offsets = record.offsets()
+    record.close()
+    went_back = {"number": 1, "max": 1, "told_at_step": 6, "reason": "loss", "first_bad_step": 4, "skip_steps": 2}
+    record = resume(tmp_path, offsets, 4, "rollback", **went_back)
+    train(record, 4, 8)
+    record.close()
+    (first, _), (second, history) = logged(tmp_path)
+    ids = [next(r.run for r in found if r.HasField("run")).run_id for found in (first, second)]
+    assert ids[0] == ids[1]
+    assert [step for step, _ in curve(history, "rollback")] == [4]
+    assert curve(history, "phase/index") == [(6, 0), (8, 1)]
 
 
 def test_a_run_that_starts_anew_is_another_run(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from curriculum.errors import InputError
 from curriculum.record.curves import eval_curves, row_curves
-from curriculum.record.events import EVENTS
+from curriculum.record.events import EVENTS, TAKEN_UP
 from curriculum.record.sentences import verdict
 
 _TEXT = {
@@ -113,17 +113,18 @@ class WandbLog:
             )
 
     def _event(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "training_start" | "resume" as kind:
-                self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
-                if self._run is None:  # else the run went back to its start
-                    self._start(continued=kind == "resume")
+        kind = event["event"]
+        if kind in TAKEN_UP:
+            self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
+            if self._run is None:  # else this process went back
+                self._start(continued=kind != "training_start")
+        match kind:
             case "eval":
                 self._log(event["step"], eval_curves(event))
             case "training_complete":
                 self._complete = True
                 self._run.summary.update({key: event[key] for key in _SUMMARY if event.get(key) is not None})
-            case kind if kind in _TEXT:
+            case _ if kind in _TEXT:
                 self._log(event["step"], {_TEXT[kind]: verdict(event)})
 
     def _row(self, row: dict[str, Any]) -> None:
