@@ -244,6 +244,25 @@ def test_a_run_that_is_shortened_to_where_it_stands_is_measured_there(tmp_path):
     assert complete["transfer"]["steps"][-1] == 8 and complete["transfer"]["sets"].keys() == {"val", "law"}
 
 
+def test_a_run_that_is_shortened_between_two_rows_has_a_last_row_and_may_be_extended(tmp_path, capsys):
+    write_corpus(tmp_path)
+    shorter, logging = {"steps": 8, "batch_size": 4, "seq_len": 32}, {"every": 5, "tensorboard": False}
+    constant = {"logging": logging, "optim": {"lr": 3e-3, "schedule": "constant"}}
+    planned = tiny_train(tmp_path, tmp_path / "planned", train=shorter, **constant)
+    run_dir = tmp_path / "run"
+    tiny_train(tmp_path, run_dir, **constant)
+    capsys.readouterr()
+    shortened = tiny_train(tmp_path, run_dir, resume=8, train=shorter, **constant)
+    _, row = load_run(run_dir).metrics
+    assert row["step"] == 8 and row["tokens_per_sec"] is row["step_time_s"] is None
+    assert without_clock([row]) == without_clock(load_run(tmp_path / "planned").metrics[-1:])
+    assert shortened["final_train_loss"] == planned["final_train_loss"] == row["loss"]
+    assert "step 8/8" in capsys.readouterr().out
+    # The row is of the run's end, not of the checkpoint.
+    tiny_train(tmp_path, run_dir, resume="latest", **constant)
+    assert [row["step"] for row in load_run(run_dir).metrics] == [5, 10, 12]
+
+
 def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(corpus, store, tmp_path, capsys):
     data = config_data(
         corpus,

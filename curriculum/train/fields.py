@@ -226,7 +226,8 @@ def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clo
     # Token slots per update since the row before. Inexact only if updates of two sizes share a row and some were
     # skipped.
     slots = (course.tokens_at(done) - course.tokens_at(row_before)) / (done - row_before)
-    steps, seconds, once = clock.take()
+    steps, seconds, once = clock.take()  # no steps: of a run that now ends where it had been stopped
+    tokens = course.tokens_at(done) - course.tokens_at(done - steps)
     fields = {
         "step": done,
         "loss": means["loss"],
@@ -234,8 +235,8 @@ def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clo
         "grad_norm": means["grad_norm"],
         "lr": course.rate_at(done),
         "tokens_seen": course.tokens_at(done),
-        "tokens_per_sec": round((course.tokens_at(done) - course.tokens_at(done - steps)) / seconds, 1),
-        "step_time_s": round(seconds / steps, 6),
+        "tokens_per_sec": round(tokens / seconds, 1) if steps else None,
+        "step_time_s": round(seconds / steps, 6) if steps else None,
         "phase": course.phase_at(done),
         "mixture": {name: mixture.get(name, 0.0) for name in setup.config.sources},
         **skipped(state),

@@ -177,9 +177,11 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     for name, event in resumption:
         run.record.event(name, step, **event)
     # The record lacks the switch if the run had ended at this step, or if an edited config begins a phase here; and the
-    # last eval, if the config now ends the run here.
+    # last row and eval, if the config now ends the run here.
     ends = step == schedule.total_steps
     switches = resumed_step is not None and not ends and run.history.phase != schedule.segment_at(step).phase
+    if ends and run.history.row_step < step:  # the config now ends the run between two rows
+        log(run, step)
     measured = run.results.read(step) if switches or ends else None
     there = run.history.watch.sets if measured is None else measured
     missing = [name for name in setup.corpus.evalsets if name not in there]
@@ -213,10 +215,7 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
         run.settle(done, wait=False)
         at_end = done == course.total_steps
         if done % config.logging.every == 0 or at_end:
-            # An ordinary step's only host sync.
-            row = record.row(fields.metrics_row(setup, done, run.history.row_step, run.state, clock))
-            run.history = run.history.with_row(row)
-            run.state = run.state._replace(window=setup.compiled.clear_window(run.state.window))
+            log(run, done)  # an ordinary step's only host sync
             check_diverged(run, done)
         names = _sets_due(config, done, course.phase_ends)
         evaluated = evaluate(run, done, names) if names else None
@@ -273,6 +272,13 @@ def _complete(run: Running) -> dict[str, Any]:
             "disk space and finish it with --resume latest"
         ) from None
     return event
+
+
+def log(run: Running, done: int) -> None:
+    """Record the metrics row of the updates since the one before it, and begin to gather the next."""
+    row = run.record.row(fields.metrics_row(run.setup, done, run.history.row_step, run.state, run.clock))
+    run.history = run.history.with_row(row)
+    run.state = run.state._replace(window=run.setup.compiled.clear_window(run.state.window))
 
 
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
