@@ -89,10 +89,10 @@ def evaluate(
         evalsets |= load_evalsets(origin, store_dir, saved.tokenizer, some)
         _check_content(origin, evalsets, saved.ledger["history"]["eval_sets"])
     evalsets = {name: evalsets[name] for name in names}
-    read = [name for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]]
+    streams = {name: source["stream"] for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]}
     own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
     texts = {name: text for name, text in own_texts.items() if text is not None}
-    found = find_read_documents(own, store_dir, saved.tokenizer, texts, read)
+    found = find_read_documents(own, streams, texts, store_dir, saved.tokenizer)
 
     # Slow imports, after all checks that do without them.
     from curriculum.train.compiled import make_suite
@@ -140,7 +140,8 @@ def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int 
         return (
             f"{count:,} of {num_documents:,} documents of {evalset.name}{of_text * (measured < num_documents)} {where}"
         )
-    why = "its text is not prepared here" if source in config.sources else "the config no longer has it"
+    changed = "its text, or that of an eval set of the run, has changed or is not prepared here"
+    why = changed if source in config.sources else "the config no longer has it"
     return f"unknown how many documents of {evalset.name} {where}: {why}"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from curriculum.cli.main import run_command
 from curriculum.config import build_config
+from curriculum.data.corpus import load_corpus
 from curriculum.data.prepare import prepare_folder
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer
 from curriculum.errors import InputError
@@ -25,6 +26,8 @@ from curriculum.train.trainer import train
 from evalsets.metrics import WindowResults
 
 WORDS = {"web": "rain falls on the quiet green hills", "law": "the party of the first part shall provide"}
+
+CHANGED = "its text, or that of an eval set of the run, has changed or is not prepared here"
 
 PADDED = {"vocab_size": 264, "num_ids": 264}  # rows beyond the tokenizer's 257 ids, which are predicted all the same
 
@@ -180,11 +183,17 @@ def test_documents_that_were_trained_on_are_told(folder):
     assert 1 < num < 30 and measured.warnings[0] == (
         f"{count} of 45 documents of seen ({num} measured) also occur in source web, which the run was trained on"
     )
-    shutil.rmtree("store/stores")  # nothing is prepared for a warning
+    unknown = f"unknown how many documents of seen also occur in source web, which the run was trained on: {CHANGED}"
     Path("web.jsonl").rename("gone")
+    Path("web.jsonl").write_text("".join(Path("gone").read_text().splitlines(keepends=True)[:-40]))
+    load_corpus(load_run("run").config, "store")  # what was trained on is what the text was then
     assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (
-        "unknown how many documents of seen also occur in source web, which the run was trained on: its text is not "
-        "prepared here",
+        unknown,
+    )
+    shutil.rmtree("store/stores")  # nothing is prepared for a warning
+    Path("web.jsonl").unlink()
+    assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (
+        unknown,
     )
 
 
@@ -207,7 +216,9 @@ def test_what_was_dropped_for_a_set_of_the_run_was_not_trained_on(folder):
     Path("law_eval.jsonl").unlink()  # without it nobody knows what was dropped
     Path("again.jsonl").write_text("".join([*lines, seen]))
     measured = evaluate("dropped", eval_dataset_dirs={"again": "again.jsonl"}, sets=["again"], store_dir="store")
-    assert measured.warnings == ("1 of 26 documents of again also occur in source web, which the run was trained on",)
+    assert measured.warnings == (
+        f"unknown how many documents of again also occur in source web, which the run was trained on: {CHANGED}",
+    )
 
 
 def test_a_set_of_copies_is_told(folder):

@@ -148,32 +148,27 @@ def find_evalsets(config: Config, store_dir: str | Path, tokenizer: Tokenizer) -
 
 def find_read_documents(
     config: Config,
+    streams: Mapping[str, str],
+    texts: Mapping[str, SourceConfig],
     store_dir: str | Path,
     tokenizer: Tokenizer,
-    texts: Mapping[str, SourceConfig],
-    sources: Iterable[str],
 ) -> dict[str, tuple[int, dict[str, int | None]]]:
-    """For each new eval set: its number of documents, and by source how many of them a run of `config` trains on.
+    """For each new eval set: its number of documents, and by source how many of them a run of `config` trained on.
 
-    `texts`: the new sets' own text, prepared already. All its documents count, even if `max_sequences` lets only some
-    be measured. Documents are matched by content hash. Those held out of a source, or dropped from it because an eval
-    set of the config has them, are not trained on. The count is None for a source that the config lacks, or whose text
-    is missing or was not prepared here.
+    `streams`: by source that the run has read, its `stream` in `Corpus.details`. `texts`: the new sets' own text,
+    prepared already. All its documents count, even if `max_sequences` lets only some be measured. The count is None for
+    a source whose text is no longer that, or is not prepared here.
     """
     if not texts:
         return {}
-    stores = find_stores(config, tokenizer, store_dir)
-    kept, _ = drop_evals(config, tokenizer, stores)
+    read = _hashes_read(config, streams, find_stores(config, tokenizer, store_dir), tokenizer)
     found: dict[str, tuple[int, dict[str, int | None]]] = {}
     for name, text in texts.items():
         new = find_store(place_of(name), text, tokenizer, store_dir, config.chat).documents["hash"]
-        counts = {
-            source: int(overlapping(new, stores.sources[source].documents["hash"][kept[source].keep_N]).sum())
-            if source in kept
-            else None
-            for source in sources
-        }
-        found[name] = len(new), counts
+        found[name] = (
+            len(new),
+            {source: int(overlapping(new, read[source]).sum()) if source in read else None for source in streams},
+        )
     return found
 
 
@@ -184,15 +179,10 @@ def find_trained_on(
 
     `streams`: by source of the `base` config that the other run has read, its `stream` in `Corpus.details`. Returns by
     eval set its number of documents, and by source how many of them are in its stream; and the sources whose text is
-    no longer that, or is not prepared here. Documents are matched as in `find_read_documents`.
+    no longer that, or is not prepared here.
     """
-    stores, of_base = find_stores(config, tokenizer, store_dir), find_stores(base, tokenizer, store_dir)
-    kept, dropped = drop_evals(base, tokenizer, of_base)
-    hashes_of = {
-        name: of_base.sources[name].documents["hash"][kept[name].keep_N]
-        for name, stream in streams.items()
-        if name in kept and _details(of_base.sources[name], kept[name], dropped[name])["stream"] == stream
-    }
+    read = _hashes_read(base, streams, find_stores(base, tokenizer, store_dir), tokenizer)
+    stores = find_stores(config, tokenizer, store_dir)
     found = {}
     for name, evalset in config.eval_sources.items():
         if name in stores.evalsets:
@@ -202,9 +192,25 @@ def find_trained_on(
             own = stores.sources[evalset.held_out_of].documents["hash"][held_out]
         else:
             continue
-        counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in hashes_of.items()}
+        counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in read.items()}
         found[name] = len(own), {source: count for source, count in counts.items() if count}
-    return found, [name for name in streams if name not in hashes_of]
+    return found, [name for name in streams if name not in read]
+
+
+def _hashes_read(
+    config: Config, streams: Mapping[str, str], stores: Stores, tokenizer: Tokenizer
+) -> dict[str, np.ndarray]:
+    """The content hashes [N, 2] of the documents that training with `config` reads, by source.
+
+    Those held out of a source, or dropped from it because an eval set of the config has them, are not read. Only of
+    sources whose stream is the one in `streams`.
+    """
+    kept, dropped = drop_evals(config, tokenizer, stores)
+    return {
+        name: stores.sources[name].documents["hash"][kept[name].keep_N]
+        for name, stream in streams.items()
+        if name in kept and _details(stores.sources[name], kept[name], dropped[name])["stream"] == stream
+    }
 
 
 def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Sizes:
