@@ -14,14 +14,7 @@ from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
-from curriculum.plan_warnings import (
-    few_scored_targets,
-    known_to_base,
-    left_over,
-    schedule_warnings,
-    shares_asked,
-    unsplit_vocabulary,
-)
+from curriculum.plan_warnings import all_warnings, known_to_base, shares_asked
 from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
@@ -150,10 +143,7 @@ def plan_of(
                     first_repeat_step=repeats.get(name),
                 )
             )
-    warnings += schedule_warnings(config, schedule, epochs_of)
-    warnings += few_scored_targets(schedule, sizes.details)
-    warnings += left_over(config, sizes.details)
-    warnings += [] if model is None else unsplit_vocabulary(config, model)
+    warnings += all_warnings(config, schedule, epochs_of, sizes.details, model)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         names = first_of(unknown, MOST_SOURCES)

@@ -32,6 +32,26 @@ MOST_WARNED = 4  # most sources that get a warning each
 FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
 
 
+def all_warnings(
+    config: Config,
+    schedule: Schedule,
+    epochs_of: Mapping[str, int | None],
+    details: Mapping[str, Mapping[str, Any]],
+    model: ModelConfig | None,
+) -> list[str]:
+    """What `plan` and the start of a run warn of, beside what resolving and reading the data does.
+
+    `epochs_of` as in `schedule_warnings`; `details` are those of a corpus. `model` is None if it is a custom one, or
+    unknown.
+    """
+    return [
+        *schedule_warnings(config, schedule, epochs_of),
+        *few_scored_targets(schedule, details),
+        *_left_over(config, details),
+        *([] if model is None else _unsplit_vocabulary(config, model)),
+    ]
+
+
 def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
     """Warnings of settings that do nothing with this schedule, or more than may be meant.
 
@@ -194,7 +214,7 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
     return warnings
 
 
-def left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A warning for each source of which `packing.mode: stream` leaves out more than 2 %.
 
     What follows the last whole sequence is never read. `details` are those of a corpus.
@@ -211,7 +231,7 @@ def left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Itera
             )
 
 
-def unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
+def _unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
     """A warning if `mesh.tensor` does not divide the vocabulary."""
     tensor, rows = config.mesh.tensor, model.vocab_size
     if tensor < 2 or rows % tensor == 0:

@@ -103,6 +103,8 @@ def test_a_config_of_another_name_is_told(folder):
     assert run(folder, "train", "d.yaml", "--run-dir", "r", "--resume", "4").stderr.splitlines()[0] == (
         "r: is the run small; d.yaml names it large"
     )
+    again = run(folder, "train", "c.yaml", "--run-dir", "r", "--resume", "4", "--set", "name=other")
+    assert again.stderr.splitlines()[0] == "r: is the run large; --set name=other names it other"
     (folder / "d.yaml").write_text(text.replace("name: a\n", "name: x\n").replace("name: b\n", "name: y\n"))
     refused = run(folder, "train", "d.yaml", "--run-dir", "r", "--resume", "4")
     assert refused.returncode == 2 and "+- name: x" in refused.stderr and "-- name: a" in refused.stderr

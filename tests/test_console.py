@@ -75,6 +75,11 @@ def printed(run_dir, *events, **arguments):
     return stream.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(("step", "shown"), [(74_962, "99.9"), (74_999, "99.9"), (75_000, "100.0")])
+def test_only_the_last_step_is_all(tmp_path, step, shown):
+    assert printed(tmp_path, start(), evaluated(step, 0.0, val=4.0))[-2].startswith(f"step {step}/75000 ({shown}%) | ")
+
+
 def test_an_eval_is_two_lines(tmp_path):
     lines = printed(
         tmp_path,

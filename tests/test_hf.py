@@ -396,7 +396,14 @@ def test_all_that_is_wrong_with_the_keys_is_told_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "is missing"), ("{", "cannot be read"), ("[1]", "got list, expected a JSON object")]
+    ("content", "words"),
+    [
+        (None, "is missing"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[1]", "got list, expected a JSON object"),
+    ],
+    ids=["missing", "torn", "deep", "list"],
 )
 def test_a_file_that_is_no_config(tmp_path, content, words):
     if content is not None:
@@ -566,6 +573,7 @@ def test_files_that_are_not_there(tmp_path):
         ("{", "is not an index"),
         ("{}", "is not an index"),
         ("[]", "is not an index"),
+        ("[" * 100_000, "is not an index"),
         ('{"weight_map": {}}', "names no file"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(content)

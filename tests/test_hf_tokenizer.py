@@ -17,6 +17,7 @@ from curriculum.data.held_out import eval_documents
 from curriculum.data.pieces import Piece, read_pieces
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.hf_definition import byte_of
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
@@ -264,6 +265,7 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (lambda f: (f / "tokenizer.json").write_text('["model"]'), "tokenizer.json: holds list; expected an object"),
         (lambda f: (f / "tokenizer.json").write_text('{"model": {}}'), "tokenizer.json: not a tokenizer .KeyError"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: not JSON"),
+        (lambda f: (f / "tokenizer_config.json").write_text("[" * 100_000), "tokenizer_config.json: not JSON"),
         (lambda f: (f / "tokenizer_config.json").write_text(r'{"eos_token": "<|endoftext|>", "x": "\uD800"}'), "tokenizer_config.json: not JSON .*surrogates not allowed"),
         (lambda f: (f / "tokenizer_config.json").write_text("{}"), "no end-of-text token: tokenizer_config.json names no eos_token"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'), "eos_token '<eos>' is not among the tokens of tokenizer.json"),
@@ -448,3 +450,9 @@ def test_a_flat_file_has_the_documents_of_the_text(scan_tokens, tokenizers, tmp_
     text = prepare_store("text", SourceConfig(path=str(tmp_path / "text.jsonl")), tokenizer, tmp_path / "s")
     np.testing.assert_array_equal(found.documents, text.documents)
     assert found.documents["bytes"].tolist() == [len(text) for text in texts]
+
+
+def test_a_piece_of_one_byte_has_two_hexadecimal_digits():
+    assert [byte_of(name) for name in ("<0x00>", "<0x0A>", "<0xfF>")] == [0, 10, 255]
+    for name in ("<0x+F>", "<0x F>", "<0xG0>", "<0x0A> ", "<0x00A>", "<0x1_>", "\n"):
+        assert byte_of(name) is None

@@ -574,6 +574,14 @@ def test_parameters_alone_can_be_restored(corpus, store, whole):
         Checkpoints(whole / "checkpoints", 3).baselines(7)
 
 
+def test_the_start_warns_of_what_the_plan_warns_of(corpus, store):
+    setup = build(build_config(config_data(corpus)), store)
+    setup.close()
+    split = replace(setup, config=replace(setup.config, mesh=replace(setup.config.mesh, tensor=2)))
+    (told,) = set(split.warnings()) - set(setup.warnings())
+    assert told.startswith("mesh.tensor 2 does not divide the 257 rows of the embedding")
+
+
 def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_path):
     import shutil
 

@@ -37,6 +37,8 @@ def test_epochs_have_three_digits_and_no_exponent(epochs, text):
         (1500, "1.5 kB"),
         (38_912, "38.9 kB"),
         (5e6, "5.0 MB"),
+        (999_940_000, "999.9 MB"),
+        (999_960_000, "1.0 GB"),
         (1.2345e12, "1,234.5 GB"),
     ],
 )

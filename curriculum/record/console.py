@@ -28,7 +28,7 @@ from curriculum.record.sentences import (
     skipped_why,
     verdict,
 )
-from curriculum.record.wording import MOST_NAMED, duration, first_of, largest, loss
+from curriculum.record.wording import MOST_NAMED, duration, first_of, largest, loss, percent_done
 from curriculum.run import DEFAULT_STORE_DIR
 
 _RECENT_EVALS = 5
@@ -300,7 +300,7 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
     """The two lines of an `eval` event, one for each average, and its notes; sets not measured are left out."""
     yield " | ".join(
         (
-            f"step {event['step']}/{total_steps} ({event['progress_pct']:.1f}%)",
+            f"step {event['step']}/{total_steps} ({percent_done(event['step'], total_steps, 1)}%)",
             event["timestamp"][11:19],
             duration(event["elapsed_s"]),
             f"ETA {'?' if seconds_left is None else duration(seconds_left)}",

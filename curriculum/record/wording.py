@@ -85,7 +85,7 @@ def epochs_text(epochs: float) -> str:
 def size_text(num_bytes: float) -> str:
     """`512 bytes`, `1.5 kB`, `1,234.5 GB`."""
     for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= unit_bytes:
+        if num_bytes >= 0.99995 * unit_bytes:  # what is rounded to a thousand of a unit is one of the next
             return f"{num_bytes / unit_bytes:,.1f} {unit}"
     return f"{num_bytes} bytes"
 

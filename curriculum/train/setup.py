@@ -21,7 +21,7 @@ from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
-from curriculum.plan_warnings import few_scored_targets, known_to_base, left_over, schedule_warnings
+from curriculum.plan_warnings import all_warnings, known_to_base
 from curriculum.scheduling import NO_PAST, Past
 from curriculum.schema.adaptation import Base, resolved_model
 from curriculum.schema.checks import NO_ADAPTERS
@@ -81,13 +81,11 @@ class Setup:
 
     def warnings(self, told: Collection[str] = ()) -> list[str]:
         """Warnings about the schedule as currently planned, and those about the data that are not in `told`."""
-        schedule = self.course.schedule
+        schedule, corpus = self.course.schedule, self.corpus
         return [
             *schedule.warnings,
-            *(warning for warning in self.corpus.warnings if warning not in told),
-            *schedule_warnings(self.config, schedule, self.corpus.tokens_per_epoch),
-            *few_scored_targets(schedule, self.corpus.details),
-            *left_over(self.config, self.corpus.details),
+            *(warning for warning in corpus.warnings if warning not in told),
+            *all_warnings(self.config, schedule, corpus.tokens_per_epoch, corpus.details, self.states.architecture),
         ]
 
     def compile_ahead(self, step: int) -> None:

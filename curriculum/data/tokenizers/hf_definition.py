@@ -1,6 +1,7 @@
 """The parts of a Hugging Face tokenizer that determine its ids, and encoding with the `tokenizers` library."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -178,12 +179,8 @@ def _check_built(library: Any, parsed: ParsedDefinition, special_tokens: dict[st
 
 def byte_of(name: str) -> int | None:
     """The byte of a piece such as <0x0A>."""
-    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-        try:
-            return int(name[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
+    return match and int(match[1], 16)
 
 
 def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:

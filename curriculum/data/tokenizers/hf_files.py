@@ -184,7 +184,7 @@ def _json(path: Path, content: bytes | None) -> dict[str, Any]:
         found = json.loads(content)
         if b"\\ud" in content.lower():  # half a surrogate pair is no text, and could not be written again
             json.dumps(found, ensure_ascii=False).encode()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error}); restore it") from error
     if not isinstance(found, dict):
         raise InputError(f"{path}: holds {type(found).__name__}; expected an object")

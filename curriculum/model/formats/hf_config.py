@@ -314,7 +314,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: is missing; expected the config.json of a Hugging Face folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}; copy the folder again") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: got {type(data).__name__}, expected a JSON object")

@@ -84,7 +84,7 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = [name for name in sorted(names) if not (folder / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: is not an index of safetensors files ({error!r}); copy the folder again") from None
     if not names:
         raise InputError(f"{index}: names no file; copy the folder again")

@@ -79,7 +79,8 @@ def tell_new_name(config: Config, directory: RunDirectory) -> None:
     """Say on stderr that the config has another name than the run: perhaps it is another run's."""
     was = directory.resolved()["name"] if directory.has_config else config.name
     if was != config.name:
-        print(f"{directory.path}: is the run {was}; {config.origin.file} names it {config.name}", file=sys.stderr)
+        by = config.origin.options.get("name", config.origin.file)
+        print(f"{directory.path}: is the run {was}; {by} names it {config.name}", file=sys.stderr)
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
