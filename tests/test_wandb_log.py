@@ -84,7 +84,8 @@ def begin(run_dir, settings=OFFLINE):
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.resolved.json").write_text(json.dumps(CONFIG))
     (run_dir / "config.yaml").write_text("name: example\n")
-    record = Record(run_dir, lambda step: 64 * step, views=[WandbLog(run_dir, settings, CONFIG)])
+    views = [] if settings is None else [WandbLog(run_dir, settings, CONFIG)]
+    record = Record(run_dir, lambda step: 64 * step, views=views)
     record.event("training_start", 0, config=CONFIG, model={"num_parameters": 1000}, plan=PLAN)
     return record
 
@@ -206,6 +207,23 @@ def test_a_run_that_was_killed_on_its_way_back_goes_on_under_the_same_id(tmp_pat
     assert curve(history, "phase/index") == [(6, 0), (8, 1)]
 
 
+def test_what_goes_on_and_was_not_logged_so_far_is_logged_from_its_beginning(tmp_path):
+    """A branch has the record of its trunk; a run may be logged only from a resume on."""
+    record = begin(tmp_path, settings=None)
+    train(record, 0, 8)
+    offsets = record.offsets()
+    record.close()
+    record = resume(tmp_path, offsets, 8)
+    train(record, 8, 12)
+    record.close()
+    ((_, history),) = logged(tmp_path)
+    rows = read_metrics(tmp_path)
+    assert curve(history, "train/loss") == [(row["step"], row["loss"]) for row in rows] and len(rows) == 6
+    assert curve(history, "phase/index") == [(2, 0), (4, 0), (6, 0), (8, 1), (10, 1), (12, 1)]
+    assert [step for step, _ in curve(history, "eval/val/loss")] == [4, 8, 12]
+    assert [step for step, _ in curve(history, "phase_switch")] == [6]
+
+
 def test_a_run_that_starts_anew_is_another_run(tmp_path):
     ids = []
     for _ in range(2):
@@ -294,6 +312,18 @@ def test_a_failure_of_wandb_is_told_once_and_the_record_goes_on(tmp_path):
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
     assert done.stderr.count("wandb failed; nothing more is logged to it:") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]
+
+
+def test_an_id_that_is_still_in_use_ends_no_training(tmp_path, capfd):
+    """As in a sweep, whose background process outlives a killed run. What wandb then raises is no wandb.Error."""
+    killed = begin(tmp_path)
+    train(killed, 0, 4)
+    record = resume(tmp_path, killed.offsets(), 4)
+    train(record, 4, 8)
+    record.close()
+    killed.close()
+    assert capfd.readouterr().err.count("wandb failed; nothing more is logged to it:") == 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == [2, 4, 6, 8]
 
 
 def test_a_disk_that_refuses_the_folder_of_wandb_ends_no_training(tmp_path, capfd):

@@ -8,13 +8,14 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from curriculum.errors import InputError
 from curriculum.record.curves import eval_curves, row_curves
-from curriculum.record.events import EVENTS, TAKEN_UP
+from curriculum.record.events import EVENTS, TAKEN_UP, read_events, read_metrics
 from curriculum.record.sentences import verdict
 
 _TEXT = {
@@ -97,14 +98,14 @@ class WandbLog:
         self._attempt(self._finish)
 
     def _attempt(self, send: Callable[..., None], *arguments: Any) -> None:
-        import wandb
-
         if self._failed:
             return
         try:
             send(*arguments)
-        # An OSError: the disk refuses its folder, or, as a ConnectionError, its background process is gone.
-        except (wandb.Error, OSError) as error:
+        except Exception as error:  # wandb raises, beside its own Error, more than a dozen classes that share no other
+            # An OSError: the disk refuses its folder, or, as a ConnectionError, its background process is gone.
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
+                raise
             self._failed = True
             print(
                 f"wandb failed; nothing more is logged to it: {error} (training continues; the record is "
@@ -115,9 +116,9 @@ class WandbLog:
     def _event(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind in TAKEN_UP:
-            self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
             if self._run is None:  # else this process went back
-                self._start(continued=kind != "training_start")
+                self._start(event)
+            self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
         match kind:
             case "eval":
                 self._log(event["step"], eval_curves(event))
@@ -133,7 +134,11 @@ class WandbLog:
     def _log(self, step: int, values: dict[str, Any]) -> None:
         self._run.log({"step": step, **values})
 
-    def _start(self, continued: bool) -> None:
+    def _start(self, event: dict[str, Any]) -> None:
+        """Begin a run of wandb, or go on with the one that the run directory names.
+
+        If a run goes on that wandb does not have, as that of a branch, all that its record has so far is logged first.
+        """
         import wandb
 
         folder = self._run_dir.resolve() / "wandb"
@@ -142,12 +147,14 @@ class WandbLog:
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "data"))
         offline = self._settings.mode == "offline"
+        goes_on = event["event"] != "training_start"
+        kept_id = _kept_id(folder / "run_id") if goes_on else None
         self._run = wandb.init(
             project=self._settings.project,
             entity=self._settings.entity,
             tags=self._settings.tags,
             name=folder.parent.name,
-            id=_run_id(folder / "run_id", continued),
+            id=kept_id or _new_id(folder / "run_id"),
             resume="allow",
             dir=folder.parent,
             mode=self._settings.mode,
@@ -167,6 +174,14 @@ class WandbLog:
             if (self._run_dir / name).exists():
                 artifact.add_file(self._run_dir / name)
         self._run.log_artifact(artifact)
+        if goes_on and kept_id is None:
+            with suppress(InputError):  # a broken line: it was told of as the run was taken up
+                self._log_before(event)
+
+    def _log_before(self, event: dict[str, Any]) -> None:
+        before = [*read_metrics(self._run_dir), *(line for line in read_events(self._run_dir) if line != event)]
+        for line in sorted(before, key=lambda line: line["step"]):
+            self._event(line) if "event" in line else self._row(line)
 
     def _finish(self) -> None:
         if self._run is not None:
@@ -179,10 +194,13 @@ def _send_no_errors(config: WandbConfig) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
-def _run_id(path: Path, continued: bool) -> str:
-    """The wandb id kept in a run directory; a new one if the run starts anew or none is kept yet."""
-    if continued and path.exists() and (kept := path.read_text(encoding="utf-8").strip()):
-        return kept
+def _kept_id(path: Path) -> str | None:
+    """The wandb id kept in a run directory."""
+    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+
+
+def _new_id(path: Path) -> str:
+    """A new wandb id, which is kept."""
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id
