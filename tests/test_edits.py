@@ -230,6 +230,20 @@ def test_no_edit_repeats_or_skips_a_sequence(name):
     assert again == schedule and not edit.changes
 
 
+def test_a_phase_under_way_that_was_renamed_cannot_be_renamed_back():
+    _, saved = begun()
+    data = changed(BASE, renamed("b", "second"))
+    schedule, past, _ = resumed(saved, data)
+    saved = ledger_of(config_of(data), schedule, 70, past)
+    with pytest.raises(InputError) as error:
+        resumed(saved, BASE)
+    assert error.value.problems[0] == (
+        "config: phases: got phase b, which the run was trained in up to step 60; since then it is second"
+    )
+    assert "-- name: second\n" in "\n".join(error.value.details)
+    assert not resumed(saved, data)[2].changes
+
+
 def test_a_refusal_shows_the_difference_and_what_to_put_back():
     _, saved = begun()
     data = changed(BASE, reweighted("a", web=1.0), put("seed", 3), put("train.batch_size", 8), reweighted("c", web=1.0))

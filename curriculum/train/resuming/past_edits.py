@@ -182,7 +182,13 @@ def _order_changed(contrast: Contrast) -> Iterator[Problem]:
     """New phases among the trained ones, and a changed order of the trained ones."""
     stood, stand = (contrast.declared_first(declared) for declared in (contrast.was, contrast.now))
     for i, name in enumerate(stand):
-        if name not in stood:
+        if name in contrast.over and name not in contrast.old:
+            end = contrast.over[name][1]
+            got = (
+                f"got phase {name}, which the run was trained in up to step {end}; since then it is {contrast.current}"
+            )
+            yield "phases", got
+        elif name not in stood:
             got = f"new phase {name} comes before phases already trained up to step {contrast.step}; move it after them"
             yield f"phases[{i}].name", got
     kept = contrast.kept
