@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 LARGEST_SEED = 2**63 - 1
 
@@ -15,8 +14,6 @@ class Sampling:
     They apply after the temperature, and keep the ids that pass all three; top_p is a share of the mass that top_k
     left. Ids that are equally likely are kept or left out together.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     max_tokens: int = 128
     """Most tokens in a continuation."""
@@ -55,8 +52,6 @@ class Sampling:
 @dataclass(frozen=True)
 class GenerateSection(Sampling):
     """What the model continues while it is trained, and how; `Sampling`'s fields are those of the command."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     max_tokens: int = 64
     """Most tokens in a continuation."""

@@ -3,7 +3,7 @@
 import math
 import shlex
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 METRICS = ("loss", "bpb", "perplexity")  # those that `minimise` may name
 
@@ -11,8 +11,6 @@ METRICS = ("loss", "bpb", "perplexity")  # those that `minimise` may name
 @dataclass(frozen=True)
 class RegressionConfig:
     """When an eval set counts as worse, and what is done then."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     tolerance: float = 0.01
     """Rise of a set's loss that does not count as worse, in nats per token."""
@@ -48,8 +46,6 @@ _RANGES = {
 class Limit:
     """How much worse another eval set may be at the gold."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
     max_increase: float
     """Most nats per token above its lowest loss so far, or, after --init-from, above its loss at the start."""
 
@@ -57,8 +53,6 @@ class Limit:
 @dataclass(frozen=True)
 class GoldConfig:
     """Which checkpoint is the best of the run, and what keeps one from being it."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     minimise: str = "primary/loss"
     """SET/loss, SET/bpb or SET/perplexity of one eval set; the lowest is the best."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,6 @@ Shape = Literal["linear", "cosine", "1-sqrt"]
 @dataclass(frozen=True)
 class LrSchedule:
     """The run's global learning rate."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     lr: float = 6e-4
     """Peak learning rate."""
@@ -42,8 +40,6 @@ class LrSchedule:
 @dataclass(frozen=True)
 class LrProgram:
     """A phase's own learning rate, in place of the global one for that phase."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     rewarm_steps: int | str = 0
     """Updates over which the rate at the phase's start changes to `peak`, or a share of the run such as `2%`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,8 +24,6 @@ OnExhaust = Literal["error", "stop", "renormalise", "repeat"]
 @dataclass(frozen=True)
 class Phase:
     """A named span of optimizer steps with one mixture, or a ramp into it."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     name: str
     """Letters, digits, `_` and `-`; unique in the run."""

@@ -62,6 +62,7 @@ def _schema() -> dict:
         schemas[name, "validation"]["description"] = text
     by_title = {t.__name__: t for t in _dataclasses_below(Config)}
     for title, schema in definitions["$defs"].items():
+        definitions["$defs"][title] = schema = {"additionalProperties": False, **schema}
         schema["properties"] = {field_key(name): value for name, value in schema["properties"].items()}
         for name, text in _meanings(by_title[title]).items():
             schema["properties"][name]["description"] = text

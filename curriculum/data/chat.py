@@ -7,7 +7,6 @@ both. The text that introduces the turn, and every other turn, is part of the pr
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 from curriculum.data.rows import checked_text, found_keys, type_name
 from curriculum.errors import FieldError, InputError
@@ -24,8 +23,6 @@ class ChatConfig:
 
     What stands before {content} introduces the turn, what stands after it closes it. All of it is ordinary text.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     system: str = "<|im_start|>system\n{content}<|im_end|>\n"
     """A turn of role system: text that contains {content} once."""

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -33,8 +33,6 @@ BIN = np.dtype("<u8")
 @dataclass(frozen=True)
 class PackingConfig:
     """How documents become sequences, and which of their tokens are scored."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     mode: Literal["stream", "best_fit"] = "stream"
     """stream cuts text into sequences as it comes; best_fit packs whole documents and pads the rest of a sequence."""

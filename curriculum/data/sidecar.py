@@ -23,7 +23,10 @@ def write_sidecar(path: Path, record: object) -> None:
 
 
 def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
-    """Read what `write_sidecar` wrote; `remedy` ends the InputError raised if it is missing or damaged."""
+    """Read what `write_sidecar` wrote; `remedy` ends the InputError raised if it is missing or damaged.
+
+    Keys that the record does not have are passed over: those of another version.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -32,6 +35,8 @@ def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
         given = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: Invalid JSON: {error}; {remedy}") from error
+    if isinstance(given, dict):
+        given = {field.name: given[field.name] for field in dataclasses.fields(record_type) if field.name in given}
     record = read(record_type, given, "", problems := [])
     if problems:
         place, message = problems[0]

@@ -5,7 +5,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, InputError
@@ -21,8 +21,6 @@ FLAT = ".bin"
 @dataclass(frozen=True)
 class SourceConfig:
     """A named training corpus: documents on disk (`path`) or on the hub (`hf`), one of the two."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     path: str | None = None
     """A file, a folder (read recursively), a flat .bin, or a prepared folder."""

@@ -6,7 +6,7 @@ Nothing here imports jax, so that a plan can be printed without it.
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from curriculum.errors import FieldError, InputError
 from curriculum.model.formulation import cudnn_problem, scan_problem
@@ -16,8 +16,6 @@ from curriculum.parsing.typed import Limits
 @dataclass(frozen=True)
 class RopeScaling:
     """Wavelengths of rope stretched, so that a model reads further than it was first trained to."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     kind: Literal["linear", "llama3"]
     """linear stretches all wavelengths alike, llama3 only the long ones, as in Llama 3.1."""
@@ -42,8 +40,6 @@ class RopeScaling:
 @dataclass(frozen=True)
 class LoraConfig:
     """Train adapters of low rank beside frozen matrices (arXiv:2106.09685): y = x W + (alpha / rank) (x A) B."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     rank: Annotated[int, Limits(ge=1, le=1 << 16)] = 16
     """Columns of A and rows of B; at most the smaller side of each adapted matrix."""
@@ -159,8 +155,6 @@ class ModelSection:
     n_head wherever the preset's heads are not grouped. `vocab_size` left out is the tokenizer's; a larger one pads the
     embedding.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     preset: str | None = None
     """A named shape: tiny, gpt2-124m, llama-360m, llama-1b, llama-3b, llama-7b."""

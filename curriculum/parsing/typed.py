@@ -52,7 +52,7 @@ class Limits(NamedTuple):
 def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
     """Read `given` as a value of the annotation `kind`. Adds what is wrong to `problems`; the result is then unusable.
 
-    A dataclass ignores keys that are not its own, unless its `__pydantic_config__` forbids them.
+    A dataclass takes no keys that are not its own.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -127,8 +127,7 @@ def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems)
             values[field.name] = read(annotations(kind)[field.name], given[key], below + key, problems)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append((below + key, "missing; this key is needed"))
-    if getattr(kind, "__pydantic_config__", {}).get("extra") == "forbid":
-        problems += [(below + key, no_such("key", key, keys)) for key in given if key not in keys]
+    problems += [(below + key, no_such("key", key, keys)) for key in given if key not in keys]
     if len(problems) > known:
         return None
     try:

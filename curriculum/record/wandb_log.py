@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from curriculum.errors import InputError
 from curriculum.record.curves import eval_curves, row_curves
@@ -35,8 +35,6 @@ _FINISH_SECONDS = 120  # what is not sent by then stays in the run directory, fo
 @dataclass(frozen=True)
 class WandbConfig:
     """Also show the run in Weights & Biases; needs the extra `curriculum[wandb]`."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     project: str
     """The project that the run belongs to."""

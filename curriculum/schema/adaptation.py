@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
 from curriculum.errors import InputError, no_such_path
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AdaptationSection:
     """Begin from another run or a pretrained model, and keep what it knew by replay."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     init_from: str | None = None
     """A run: its gold checkpoint, else its latest; RUN/gold; RUN/{checkpoints,gold,kept}/N; a Hugging Face folder."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """How the devices are divided: data x fsdp x tensor. At most one size may be -1: all remaining devices."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     data: int = -1
     """Groups of devices that hold the same state and take different rows."""

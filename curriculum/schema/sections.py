@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from curriculum.data.sources import SourceConfig
 from curriculum.parsing.typed import Limits
@@ -14,14 +14,11 @@ from evalsets.config import GoldConfig, RegressionConfig
 from phases.lr import LrSchedule
 
 PositiveInt = Annotated[int, Limits(ge=1, le=10**9)]
-_STRICT = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
 class EvalSource:
     """Where an eval set's documents come from: exactly one of `held_out_of`, `path` and `hf`."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     held_out_of: str | None = None
     """A source: the set is the documents that the source's `held_out` keeps out of training."""
@@ -55,8 +52,6 @@ class EvalSource:
 class EvalSection:
     """The eval sets: a primary one, the same for the whole run, and any number of named ones."""
 
-    __pydantic_config__: ClassVar = _STRICT
-
     primary: EvalSource
     """The set whose loss is the run's validation loss."""
     every: PositiveInt = 100
@@ -75,8 +70,6 @@ class EvalSection:
 class SkipUpdates:
     """Which finite updates are skipped. Updates that are not finite always are."""
 
-    __pydantic_config__: ClassVar = _STRICT
-
     sigmas: Annotated[float, Limits(gt=0, le=1e6)] = 6.0
     """Skip an update whose loss or gradient norm is more than this many standard deviations above the window's mean."""
     window_steps: Annotated[int, Limits(ge=2, le=2**20)] = 128
@@ -89,8 +82,6 @@ class SkipUpdates:
 class RollbackSection:
     """Going back to the last good checkpoint if training diverges."""
 
-    __pydantic_config__: ClassVar = _STRICT
-
     after: PositiveInt = 3
     """Go back after this many bad updates in a row: not finite, or beyond train.skip_updates."""
     skip_steps: PositiveInt = 20
@@ -102,8 +93,6 @@ class RollbackSection:
 @dataclass(frozen=True)
 class TrainSection:
     """Length of the run, batch size and sequence length."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     steps: PositiveInt
     """Updates of the whole run."""
@@ -135,8 +124,6 @@ class TrainSection:
 class AveragesSection:
     """Averages of the parameters, evaluated beside the raw ones under their own names, and exportable."""
 
-    __pydantic_config__: ClassVar = _STRICT
-
     ema_decay: Annotated[float, Limits(gt=0, lt=1)] | None = None
     """Decay of a moving average of the parameters, `ema`; at each step it is min(this, (1 + step) / (10 + step))."""
     phase_mean: Annotated[int, Limits(ge=2, le=1000)] | None = None
@@ -147,14 +134,10 @@ class AveragesSection:
 class OptimSection(OptimConfig, LrSchedule):
     """The optimizer and the global learning rate."""
 
-    __pydantic_config__: ClassVar = _STRICT
-
 
 @dataclass(frozen=True)
 class CheckpointSection:
     """When to save, and how many checkpoints to keep."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     every: PositiveInt = 200
     """Steps between checkpoints; the last step is always saved."""
@@ -166,8 +149,6 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class LoggingSection:
     """Metrics, TensorBoard, Weights & Biases and samples, beside the record of events."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     every: PositiveInt = 10
     """Steps between rows of metrics.jsonl."""

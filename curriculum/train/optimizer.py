@@ -6,21 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from curriculum.errors import InputError, no_such
 
 if TYPE_CHECKING:
     import optax
 
-_STRICT = {"extra": "forbid"}
-
 
 @dataclass(frozen=True)
 class AdamConfig:
     """AdamW's settings beyond the keys of `optim` itself."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     nesterov: bool = False
     """The first moment looks one update ahead, as in NAdam."""
@@ -29,8 +25,6 @@ class AdamConfig:
 @dataclass(frozen=True)
 class LionConfig:
     """Lion (arXiv:2302.06675); it wants a learning rate 3 to 10 times below AdamW's."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     b1: float = 0.9
     """Share of the momentum in the update, of which only the sign is taken; the rest is the gradient."""
@@ -41,8 +35,6 @@ class LionConfig:
 @dataclass(frozen=True)
 class MuonConfig:
     """Muon for 2-D projections, another optimizer for the rest."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     lr_scale: float = 1.0
     """Multiplies the learning rate of muon's arrays, in their update and in their decay."""
@@ -70,8 +62,6 @@ class MuonConfig:
 class SophiaConfig:
     """Sophia (arXiv:2305.14342) with its Gauss-Newton-Bartlett estimate of the Hessian's diagonal."""
 
-    __pydantic_config__: ClassVar = _STRICT
-
     b1: float = 0.965
     """Decay of the momentum."""
     b2: float = 0.99
@@ -87,8 +77,6 @@ class SophiaConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer part of the `optim` section."""
-
-    __pydantic_config__: ClassVar = _STRICT
 
     name: str = "adamw"
     """The update rule."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -39,8 +39,6 @@ NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") e
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Which tokenizer the run uses."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     kind: Literal["byte", "char", "bpe", "tiktoken", "hf"] = "byte"
     """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding, given by `name`; hf is the
