@@ -7,6 +7,7 @@ JSON. The manifest is written last and atomically, so a folder that was not fini
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,6 @@ from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError
 
 MANIFEST = "manifest.json"
-_CHUNK_BYTES = 1 << 22
 # Errors of the file itself: it is missing or not a file, or the disk cannot read it.
 _OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO}
 
@@ -127,11 +127,8 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def file_checksum(path: Path) -> str:
     """xxh3_128 of a file, read in blocks: a memory map of it would count as the process's memory."""
-    checksum = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum.update(chunk)
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _checksum_of(manifest: Mapping[str, Any]) -> str:

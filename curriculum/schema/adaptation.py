@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,7 +60,7 @@ class Base:
     step: int
     checkpoint: Path
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The base run's resolved config."""
         return self.directory.resolved()
@@ -69,7 +70,7 @@ class Base:
         """The architecture of the checkpoint's parameters."""
         return architecture_at(self.ledger, self.step)
 
-    @property
+    @cached_property
     def ledger(self) -> dict[str, Any]:
         return read_ledger(self.checkpoint)
 
