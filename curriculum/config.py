@@ -209,6 +209,8 @@ def build_config(
     problems += [p for needs, check in checks if needs <= looked_at for p in check({**values, "origin": origin})]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
+    if inherited is not None:
+        origin = dataclasses.replace(origin, inherited_model=inherited.sections["model"])
     return Config(**values, origin=origin)
 
 

@@ -126,6 +126,8 @@ class RunDirectory:
     def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
         """Write the run's config, as given and as resolved, and its model's architecture. Safe to repeat."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if (inherited := config.origin.inherited_model) is not None:
+            derived = {**derived, "inherited_model": inherited}
         resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
         write_whole(self.resolved_config, json.dumps(resolved, indent=2) + "\n")  # first: see `files_of_others`
         if config.origin.text is not None:

@@ -327,6 +327,24 @@ def test_a_section_that_cannot_be_is_told(folder, overrides, words):
     assert any(words in problem for problem in told.value.problems), told.value.problems
 
 
+def test_a_field_that_is_taken_out_of_the_file_again_is_that_of_the_base(folder):
+    """Also if nothing was trained with it."""
+
+    def resumed(resume, *overrides):
+        config = adapted("train.steps=6", "checkpoint.every=2", *overrides, continues="run" if resume else None)
+        train(config, "run", resume=resume, store_dir="store")
+        run = load_run("run")
+        changes = [c["path"] for e in run.events if e["event"] == "schedule_edit" for c in e["changes"]]
+        return run.config.model.dropout, [path for path in changes if path.startswith("model")]
+
+    base = load_run("base").config.model.dropout
+    assert resumed(None) == (base, [])
+    assert resumed(4, "model.dropout=0.5") == (0.5, ["model.dropout"])
+    assert resumed(2) == (base, [])
+    assert resumed(4, "model.dropout=0.5") == (0.5, ["model.dropout"])
+    assert resumed(4, "train.steps=8") == (base, [])
+
+
 def test_phases_are_made_of_dataset_dirs_only(folder):
     with pytest.raises(InputError) as told:
         load_config("adapted.yaml")

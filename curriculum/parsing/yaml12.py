@@ -66,6 +66,7 @@ class Origin:
     made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the path it was derived from
     replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory replaced
     remembered: Collection[str] = ()  # of the options, those of earlier commands
+    inherited_model: dict | None = None  # the `model` section that fills in what the config's own leaves out
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path. It replaces, and comes after, earlier ones for this path or below it."""
