@@ -36,7 +36,7 @@ from curriculum.train.mesh import make_mesh
 from curriculum.train.samples import beginnings
 from curriculum.train.trainer import train
 from curriculum.views.inspection import inspect_run
-from curriculum.views.inspection import text as inspection_text
+from curriculum.views.inspection_text import text as inspection_text
 from curriculum.views.report import write_report
 from evalsets.evalset import cut_windows
 

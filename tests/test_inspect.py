@@ -25,7 +25,8 @@ from curriculum.record.queries import consumption, eval_points, evalset_facts, l
 from curriculum.run import load_run
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
-from curriculum.views.inspection import edits_of, inspect_run, mixture_text, text
+from curriculum.views.inspection import edits_of, inspect_run
+from curriculum.views.inspection_text import mixture_text, text
 from curriculum.views.model_card_sections import evals, training
 from curriculum.views.report import report
 from curriculum.views.run_list import list_runs

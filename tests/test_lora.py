@@ -52,7 +52,8 @@ from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
 from curriculum.train.step import TrainState, init_state, make_train_step
 from curriculum.train.trainer import train
-from curriculum.views.inspection import inspect_run, text
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import text
 from phases.batches import Batch
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")

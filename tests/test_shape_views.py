@@ -15,7 +15,8 @@ from curriculum.record.board import _phase_switch_markdown
 from curriculum.record.console import Console, header
 from curriculum.record.sentences import verdict
 from curriculum.run import load_run
-from curriculum.views.inspection import inspect_run, text
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import text
 from curriculum.views.model_card_sections import training
 from curriculum.views.report import report
 from curriculum.views.report_runs import overlays

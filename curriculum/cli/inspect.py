@@ -19,7 +19,8 @@ def command(run, as_json):
     from curriculum.record.events import plain
     from curriculum.run import load_run, runs_below
     from curriculum.run_directory import RunDirectory
-    from curriculum.views.inspection import inspect_run, text
+    from curriculum.views.inspection import inspect_run
+    from curriculum.views.inspection_text import text
     from curriculum.views.run_list import list_runs, runs_text
 
     if not RunDirectory(run).has_config and runs_below(run):

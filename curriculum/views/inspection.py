@@ -1,4 +1,4 @@
-"""What a run is and how far it has come, as plain data and as lines of text.
+"""What a run is and how far it has come, as plain data: what `inspect` shows.
 
 The run may still be training. Imports neither jax nor numpy, so that looking at a run is quick.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from curriculum.disk.lock import trained_by
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.console import program, resume_command
-from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row, number
+from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row
 from curriculum.record.queries import (
     consumption,
     documents_are_few,
@@ -27,31 +27,12 @@ from curriculum.record.queries import (
     longer_from,
     measured_sets,
     planned_tokens,
-    shapes_of,
     standing_regressions,
     warned_sets,
 )
-from curriculum.record.sentences import rise, sample_lines, skipped_line, verdict
-from curriculum.record.wording import (
-    columns,
-    duration,
-    epochs_text,
-    few_documents,
-    largest,
-    listed,
-    loss,
-    mesh_text,
-    percent_done,
-    signed,
-    size_text,
-    smallest_rise,
-    unseen,
-)
+from curriculum.record.sentences import skipped_line, verdict
 from curriculum.run import Run
 from curriculum.run_directory import step_folders
-
-_MOST_OFFENDERS = 12  # a line each
-_MOST_PHASES = 24  # a line each: those around the one under way
 
 
 def inspect_run(run: Run) -> dict[str, Any]:
@@ -175,25 +156,6 @@ def text_of(run: Run, name: str) -> str | None:
     return described.get("path") or f"hf:{described.get('hf')}"
 
 
-def least_seen(facts: Mapping[str, Any]) -> str | None:
-    """The least sensitive eval set without an alarm, and which rises it would miss.
-
-    None if each of them would show a rise of twice its tolerance.
-    """
-    evals, worse = facts["evals"], {o["set"] for o in facts["regressions"]}
-
-    def hidden(name: str) -> float:
-        detectable, tolerance = evals[name]["detectable"], evals[name]["tolerance"]
-        return math.inf if detectable is None else detectable - 2 * tolerance
-
-    judged = [name for name, e in evals.items() if e["still_measured"] and "@" not in name and name not in worse]
-    if not judged:
-        return None
-    name = max(judged, key=hidden)
-    said = unseen(evals[name]["detectable"], evals[name]["tolerance"])
-    return said and f"{name}: {said}"
-
-
 def _unsaved(events: Iterable[Mapping[str, Any]]) -> str | None:
     """The last checkpoint that could not be written, and how many others there are; None if all were written."""
     failed = {e["path"]: e["why"] for e in events if e["event"] == "checkpoint_failed"}
@@ -239,23 +201,6 @@ def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> l
     return [edit for _, edit in sorted((planned | edits).items())]
 
 
-def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str:
-    """The mixture of a phase from `inspect_run`, followed by each later one with its step."""
-    return "; ".join(_mixtures(phase, share))
-
-
-def _mixtures(phase: Mapping[str, Any], share: Callable[[float], str]) -> list[str]:
-    def text_of(mixture):
-        parts = {name: part for name, part in mixture.items() if part}
-        return ", ".join(largest(parts, lambda name: f"{name} {share(parts[name])}"))
-
-    lines = [text_of(phase["mixture"])]
-    for edit in phase["edits"]:
-        ramp = f" (ramp to step {edit['ramp_end']:,})" if "ramp_end" in edit else ""
-        lines.append(f"from step {edit['step']:,} {text_of(edit['mixture'])}{ramp}")
-    return lines
-
-
 def _commands(run: Run) -> dict[str, str]:
     """Commands to type next, keyed by what they do."""
     path, me = run.directory.path, program("curriculum")
@@ -294,190 +239,3 @@ def _longer_needs_jump(run: Run) -> bool:
     """Whether a run can be trained for longer only from checkpoints after the decay of its rate."""
     steps = checkpoint_steps(run.directory.checkpoints)
     return bool(run.complete and steps) and longer_from(run.plan, steps) is None
-
-
-def text(facts: Mapping[str, Any]) -> list[str]:
-    """The facts of `inspect_run` as lines of text."""
-    progress = facts["progress"]
-    step, total_steps = progress["step"], progress["total_steps"]
-    devices = facts["devices"]
-    times = "once" if progress["num_resumes"] == 1 else f"{progress['num_resumes']} times"
-    resumed = f", resumed {times}" if progress["num_resumes"] else ""
-    lines = [
-        f"{facts['name']}  ({facts['path']})",
-        f"  progress      step {step:,} of {total_steps:,} ({percent_done(step, total_steps, 1)} %), "
-        f"{state_text(progress)}; {progress['tokens']:,} tokens",
-        f"  time          begun {progress['started_at']}, last event {progress['last_event_at']}, "
-        f"trained for {duration(progress['elapsed_s'])}{resumed}",
-        *(f"  training      {line}" for line in [_training(progress["newest_row"])] if line),
-        f"  model         {model_text(facts['model'])}",
-        f"  devices       {devices['num']} x {devices['kind']}, mesh {mesh_text(devices['mesh'])}",
-        *(f"  lineage       {line}" for line in lineage_lines(facts["lineage"])),
-        "",
-        *_phase_lines(facts["phases"]),
-        "",
-        *_eval_lines(facts["evals"]),
-        *(sample_lines(facts["samples"]) if facts["samples"] else ()),
-    ]
-    if few := [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]:
-        lines.append(f"  few documents {few_documents(few)}")
-    if gone := [name for name, e in facts["evals"].items() if not e["still_measured"] and "@" not in name]:
-        lines.append(f"  left out      {listed(gone)}: no longer measured")
-    standing = by_eval(facts["regressions"])
-    if (more := len(standing) - _MOST_OFFENDERS) > 0:
-        standing = sorted(standing, key=rise, reverse=True)[:_MOST_OFFENDERS]
-    lines += [f"  regressed     {offender(o)}" for o in standing]
-    lines += [f"  regressed     and {more} more"] if more > 0 else []
-    said = least_seen(facts)
-    if said or not facts["regressions"]:
-        none = "no other now" if facts["regressions"] else "none now"
-        lines.append(f"  regressed     {none}" + (f" ({said})" if said else ""))
-    if warned := [name for name, e in facts["evals"].items() if e["warned"]]:
-        risen = "risen more than chance usually explains, but too little for an alarm"
-        lines.append(f"  maybe worse   {', '.join(warned)}: {risen}")
-    lines += [f"  trouble       {line}" for line in troubles(progress)]
-    gold = facts["gold"]
-    if gold:
-        state = ", missing" if gold["missing"] else ", being saved" if gold["saving"] else ""
-        where = f"{facts['path']}/{gold['path']}{state}"
-        lines.append(f"  gold          step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
-    else:
-        lines.append("  gold          none")
-    for name, steps in facts["checkpoints"].items():
-        if steps or name == "checkpoints":
-            place = name if name == "checkpoints" else f"in {name}"
-            lines.append(f"  {place:<14}{', '.join(map(str, steps)) or 'none'}")
-    if num_bytes := facts["superseded_bytes"]:
-        where = f"{facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
-        lines.append(f"  superseded    {size_text(num_bytes)} in {where}")
-    lines += [f"  damaged       {problem}" for problem in facts["problems"]]
-    lines.append("")
-    for what, command in facts["commands"].items():
-        lines.append(f"  {what:<14}{command}")
-        if what == "train longer" and facts["longer_needs_jump"]:
-            lines.append(f"{'':16}(the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)")
-    return lines
-
-
-def state_text(progress: Mapping[str, Any]) -> str:
-    """Whether a run is finished, being trained, diverged or just not finished; unless finished, with its phase."""
-    if progress["finished"]:
-        asked = progress["ended_early_of"]
-        why = f" early, of {asked:,} steps asked for: a source with on_exhaust: stop is used up" if asked else ""
-        return f"finished{why}"
-    state = "diverged" if progress["diverged"] else "not finished"
-    if progress["trained_by"]:
-        state = f"being trained by {progress['trained_by']}"
-    return f"{state}, in phase {progress['phase']}"
-
-
-def _training(row: Mapping[str, Any] | None) -> str | None:
-    """Loss, learning rate and speed from the newest metrics row; None without a row or a loss in it."""
-    if row is None or row["loss"] is None:
-        return None
-    speed = "" if row["tokens_per_sec"] is None else f", {row['tokens_per_sec']:,.0f} tokens/s"
-    return f"loss {loss(row['loss'])}, learning rate {row['lr']:.3g}{speed} at step {row['step']:,}"
-
-
-def model_text(model: Mapping[str, Any]) -> str:
-    """A model's number of parameters, how many of them are trained (if not all), and its shape."""
-    sizes = ("num_parameters", "num_trained")
-    shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
-    trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
-    return f"{model['num_parameters']:,} parameters{trained}" + (f": {shape}" if shape else "")
-
-
-def troubles(progress: Mapping[str, Any]) -> list[str]:
-    """What went wrong in training, a line each: skipped updates, rollbacks, checkpoints not saved, divergence."""
-    rollbacks = progress["num_rollbacks"]
-    rolled_back = f"rolled back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
-    return [line for line in (progress["skipped"], rolled_back, progress["unsaved"], progress["diverged"]) if line]
-
-
-def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
-    """Where a run's parameters come from, one line per generation."""
-    lines = []
-    branch = lineage["branched_from"]
-    while branch:
-        lines.append(f"branched from {branch['run']} at step {branch['step']:,}")
-        branch = branch.get("branched_from")
-    base = lineage["init_from"]
-    while base:
-        what = "parameters and optimizer state" if base.get("keep_optimizer") else "parameters"
-        step = "" if base.get("step") is None else f", step {base['step']:,}"
-        where, name = base.get("init_from"), base.get("run")
-        named = where if where and name in (None, where) else f"{where} ({name})" if where else name
-        lines.append(f"{what} from {named}{step}")
-        base = base.get("lineage")
-    return lines
-
-
-def by_eval(offenders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the offenders of one set that are compared with the same eval, which may be several of its baselines.
-
-    `baseline` becomes text that names all of them.
-    """
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for o in offenders:
-        found.setdefault(tuple(o.get(key) for key in ("set", "step", "baseline_step", "first_step")), []).append(o)
-    return [{**same[0], "baseline": listed([o["baseline"].replace("_", " ") for o in same])} for same in found.values()]
-
-
-def offender(o: Mapping[str, Any]) -> str:
-    """One result of `by_eval` as text: a set, and the eval that it is worse than.
-
-    A standing alarm also has the step at which the rise was measured, and the set's last loss if that is newer.
-    """
-    delta, interval = number(o["delta"]), o.get("interval") or (None, None)
-    risen = f" ({signed(delta)}, 95 % {signed(interval[0])} to {signed(interval[1])})"
-    if delta is not None and not math.isfinite(delta):  # the losses show it
-        risen = ""
-    measured = f" at step {o['step']:,}" if "step" in o else ""
-    now = o.get("now")
-    later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
-    return (
-        f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured}{risen} against its "
-        f"{o['baseline']} at step {o['baseline_step']:,}, alarm since step {o['first_step']:,}{later}"
-    )
-
-
-def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
-    """`offender` as a line under its event, without the step if it is the event's own."""
-    return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]})
-
-
-def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
-    shapes = shapes_of(phases)
-    rows = [("phase", "steps", "", "rows x tokens" if any(shapes) else "", "mixture", "tokens read", "epochs used up")]
-    under_way = next((i for i, phase in enumerate(phases) if not phase["done"]), len(phases) - 1)
-    first = max(0, min(under_way - _MOST_PHASES // 2, len(phases) - _MOST_PHASES))
-    last = first + _MOST_PHASES
-    if first:
-        rows.append((f"... {first} before", f"0 to {phases[first]['start']:,}", "done", *[""] * 4))
-    for phase, shape in list(zip(phases, shapes, strict=True))[first:last]:
-        done = "done" if phase["done"] else ""
-        if not phase["done"] and phase["counted_at_step"] is not None:
-            done = f"at {phase['counted_at_step']:,}"
-        ramp = f" (ramp {phase['ramp_steps']:,})" if phase["ramp_steps"] else ""
-        mixture, *edited = _mixtures(phase, lambda share: f"{share:.4g}")
-        read, so_far = phase["tokens"], phase["epochs"]
-        tokens = ", ".join(largest(read, lambda name, read=read: f"{name} {read[name]:,}"))
-        epochs = ", ".join(largest(so_far, lambda name, so_far=so_far: f"{name} {epochs_text(so_far[name])}"))
-        steps = f"{phase['start']:,} to {phase['end']:,}{ramp}"
-        rows.append((phase["name"], steps, done, shape, mixture, tokens, epochs))
-        rows += [("", "", "", "", later, "", "") for later in edited]
-    if left := phases[last:]:
-        rows.append((f"... {len(left)} after", f"{left[0]['start']:,} to {left[-1]['end']:,}", *[""] * 5))
-    return columns(rows if any(shapes) else [(*row[:3], *row[4:]) for row in rows], right=())
-
-
-def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    if not evals:
-        return ["  no eval yet"]
-    rows = [("eval set", "step", "loss", "± sem", "bpb", "first", "best", "at step", "detects", "text")]
-    for name, e in evals.items():
-        detects = "" if e["detectable"] is None else smallest_rise(e["detectable"])
-        best = (loss(e["best"]), f"{e['best_step']:,}")
-        rows.append((name, f"{e['step']:,}", loss(e["loss"]), loss(e["sem"]), loss(e["bpb"]), loss(e["first"]), *best))
-        rows[-1] += (detects, e["text"] or "")
-    return columns(rows, right=range(1, 9))

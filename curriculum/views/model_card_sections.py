@@ -29,7 +29,8 @@ from curriculum.record.wording import WITH_SCATTER, epochs_text, interval_text, 
 from curriculum.run import Run
 from curriculum.run_directory import read_arrays
 from curriculum.views.compare import paired
-from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in, tolerance_of
+from curriculum.views.inspection import edits_of, tolerance_of
+from curriculum.views.inspection_text import by_eval, mixture_text, offender_in
 from curriculum.weights import Weights
 from evalsets.metrics import count_clusters
 from evalsets.student import student_quantile

@@ -33,15 +33,8 @@ from curriculum.run import Run, load_run
 from curriculum.views import figures
 from curriculum.views.compare import labels
 from curriculum.views.figures import PALETTE, Curve, Phase
-from curriculum.views.inspection import (
-    inspect_run,
-    least_seen,
-    lineage_lines,
-    mixture_text,
-    model_text,
-    state_text,
-    troubles,
-)
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import least_seen, lineage_lines, mixture_text, model_text, state_text, troubles
 from curriculum.views.page import (
     bullets,
     document,

@@ -16,7 +16,7 @@ from curriculum.record.wording import WITH_SCATTER, few_documents, loss, signed,
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
-from curriculum.views.inspection import by_eval, offender_in
+from curriculum.views.inspection_text import by_eval, offender_in
 from curriculum.views.page import MANY_PHASES, figure, folded, legend, note, table, table_of_phases, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart

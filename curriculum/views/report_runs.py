@@ -18,7 +18,8 @@ from curriculum.views.compare_text import MOST_SENTENCES, notes, which_evals
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
 from curriculum.views.figures import PALETTE, Curve, eval_curve
-from curriculum.views.inspection import inspect_run, lineage_lines
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import lineage_lines
 from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past

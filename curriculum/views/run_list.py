@@ -10,7 +10,8 @@ from typing import Any
 from curriculum.errors import InputError
 from curriculum.record.wording import columns, loss, moment
 from curriculum.run import load_run, runs_below
-from curriculum.views.inspection import inspect_run, state_text
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import state_text
 
 
 def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
