@@ -20,6 +20,8 @@ from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.disk.manifest import update_manifest, write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
+from curriculum.model.presets import resolve_model
+from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
@@ -343,6 +345,16 @@ def test_a_field_that_is_taken_out_of_the_file_again_is_that_of_the_base(folder)
     assert resumed(2) == (base, [])
     assert resumed(4, "model.dropout=0.5") == (0.5, ["model.dropout"])
     assert resumed(4, "train.steps=8") == (base, [])
+
+
+def test_a_custom_model_that_began_from_a_run_goes_on(folder):
+    def make_model(vocab_size):
+        return transformer(resolve_model(load_run("base").config.model, vocab_size))
+
+    train(adapted(), "run", store_dir="store", make_model=make_model)
+    longer = adapted("train.steps=3", continues="run")
+    complete = train(longer, "run", resume="latest", store_dir="store", make_model=make_model)
+    assert complete["total_steps"] == 3 and load_run("run").resolved["model"] is None
 
 
 def test_phases_are_made_of_dataset_dirs_only(folder):

@@ -57,3 +57,18 @@ def test_a_launcher_is_asked_for(capsys):
     with pytest.raises(SystemExit) as ended:
         check_launch.main([])
     assert ended.value.code == 2 and "such as: mpirun -np 2" in capsys.readouterr().err
+
+
+def test_processes_that_are_not_one_run_are_told():
+    log = "[1,0]<stdout>:  devices    2 on the CPUs of 2 processes\nstep 0/120"
+    assert check_launch.devices_told(log) == "2 on the CPUs of 2 processes"
+    assert check_launch.devices_told("  devices    2 x NVIDIA H100, 60.0 GB\n").startswith("2 x ")
+    for alone in ("  devices    the CPU\n", "  devices    1 x NVIDIA H100\n", "step 0/120\n"):
+        with pytest.raises(check_launch.Failed, match="are not one run"):
+            check_launch.devices_told(alone)
+
+
+def test_a_folder_that_is_there_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        check_launch.main(["--folder", str(tmp_path), "env"])
+    assert ended.value.code == 2 and "exists already" in capsys.readouterr().err

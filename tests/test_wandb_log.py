@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -224,12 +225,37 @@ def test_what_goes_on_and_was_not_logged_so_far_is_logged_from_its_beginning(tmp
     assert [step for step, _ in curve(history, "phase_switch")] == [6]
 
 
-def test_a_run_that_starts_anew_is_another_run(tmp_path):
+def test_what_an_older_record_lacks_and_a_broken_row_end_no_training(tmp_path):
+    """What can be read of it is logged."""
+    record = begin(tmp_path, settings=None)
+    train(record, 0, 8)
+    offsets = record.offsets()
+    record.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    del rows[1]["mixture"]
+    rows[2]["phase"] = "a former name"
+    older = "".join(json.dumps(row) + "\n" for row in rows)
+    for content, steps in ((older, [2, 8, 10, 12]), (older + "{\n", [10, 12])):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        record = resume(tmp_path, {**offsets, "metrics.jsonl": len(content)}, 8)
+        train(record, 8, 12)
+        record.close()
+        (_, history) = logged(tmp_path)[-1]
+        assert [step for step, _ in curve(history, "train/loss")] == steps
+        assert [step for step, _ in curve(history, "eval/val/loss")] == [4, 8, 12]
+        shutil.rmtree(tmp_path / "wandb")
+        (tmp_path / "events.jsonl").write_bytes((tmp_path / "events.jsonl").read_bytes()[: offsets["events.jsonl"]])
+
+
+def test_a_run_that_starts_anew_is_another_run_but_not_if_it_goes_back_to_its_start(tmp_path):
     ids = []
     for _ in range(2):
         begin(tmp_path).close()
         ids.append((tmp_path / "wandb/run_id").read_text())
     assert len(set(ids)) == 2
+    (tmp_path / "going_back.json").write_text("{}")
+    begin(tmp_path).close()
+    assert (tmp_path / "wandb/run_id").read_text() == ids[1]
 
 
 def test_a_run_that_the_caller_has_open_is_left_alone(tmp_path):

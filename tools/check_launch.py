@@ -17,6 +17,7 @@ Prints a line a check, and exits with 1 at the first that fails.
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,21 +37,25 @@ LOSSES = ("val_loss", "eval_code", "eval_law", "eval_manual")
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, help="a new folder to work in, which is kept")
+    parser.add_argument("--folder", type=Path, help="a new folder to work in, kept also if all holds")
     parser.add_argument("--seconds", type=float, default=300, help="how long to wait for each thing that has to happen")
     parser.add_argument("launcher", nargs=argparse.REMAINDER, help="the command that starts the processes")
     options = parser.parse_args(argv)
     if not options.launcher:
         parser.error("the command that starts the processes is missing, such as: mpirun -np 2")
+    if options.folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="check_launch_", dir=".")).absolute()
+    elif options.folder.exists():
+        parser.error(f"--folder {options.folder}: exists already")
+    else:
+        folder = options.folder.absolute()
+        folder.mkdir(parents=True)
     try:
-        if options.folder is not None:
-            options.folder.mkdir(parents=True)
-            check(options.folder.absolute(), options.launcher, options.seconds)
-        else:
-            with tempfile.TemporaryDirectory(prefix="check_launch_", dir=".") as folder:
-                check(Path(folder).absolute(), options.launcher, options.seconds)
+        check(folder, options.launcher, options.seconds)
     except Failed as failed:
         sys.exit(f"FAILED: {failed}")
+    if options.folder is None:  # else, as after a failure, it is there to look at
+        shutil.rmtree(folder)
 
 
 class Failed(Exception):
@@ -65,10 +70,8 @@ def check(folder: Path, launcher: Sequence[str], seconds: float) -> None:
     process = start(launcher, config, launched)
     finish(process, seconds, launched)
     compare(read_lines(alone / "events.jsonl"), read_lines(launched / "events.jsonl"))
-    log = launched.with_suffix(".log").read_text(errors="replace")
-    if (line := next((line for line in log.splitlines() if line.startswith("  devices")), "")).endswith("the CPU"):
-        raise Failed(f"the launcher's processes are not one run: {line.strip()}")
-    print(f"equal: {launched.name} on {line.split(maxsplit=1)[1]}, {alone.name} on one process", flush=True)
+    devices = devices_told(launched.with_suffix(".log").read_text(errors="replace"))
+    print(f"equal: {launched.name} on {devices}, {alone.name} on one process", flush=True)
 
     endless = ["--set", f"train.steps={LONG_STEPS}"]
     process = start(launcher, config, long, endless)
@@ -89,7 +92,10 @@ def check(folder: Path, launcher: Sequence[str], seconds: float) -> None:
 
     process = start(launcher, config, long, endless)
     until(lambda: saved(long) > before, seconds, process, long)
-    os.kill(one_here(long), signal.SIGTERM)
+    if (stopped := one_here(long)) is None:
+        process.terminate()
+        raise Failed(f"no process of {long.name} runs on this machine any more, to be stopped")
+    os.kill(stopped, signal.SIGTERM)
     ended(process, seconds, long)
     before, rows = saved(long), read_lines(long / "metrics.jsonl")
     if f"stopped by SIGTERM at step {before}, which was saved" not in long.with_suffix(".log").read_text():
@@ -144,6 +150,15 @@ def until(holds: Callable[[], bool], seconds: float, process: subprocess.Popen, 
 def saved(run: Path) -> int:
     """The step of the newest checkpoint, 0 if there is none."""
     return max((int(path.name) for path in run.glob("checkpoints/*") if path.name.isdecimal()), default=0)
+
+
+def devices_told(log: str) -> str:
+    """What a run of several processes says of its devices. Launchers may put their own words before each line."""
+    line = next((line for line in log.splitlines() if "  devices  " in line), "")
+    told = line.rpartition("  devices  ")[2].strip()
+    if told in ("", "the CPU") or told.startswith("1 x "):
+        raise Failed(f"the launcher's processes are not one run: it is told to be on {told or 'nothing'}")
+    return told
 
 
 def one_here(run: Path) -> int | None:

@@ -17,6 +17,7 @@ from curriculum.errors import InputError
 from curriculum.record.curves import eval_curves, row_curves
 from curriculum.record.events import EVENTS, TAKEN_UP, read_events, read_metrics
 from curriculum.record.sentences import verdict
+from curriculum.run_directory import RunDirectory
 
 _TEXT = {
     "phase_switch": "phase_switch",
@@ -145,7 +146,8 @@ class WandbLog:
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "data"))
         offline = self._settings.mode == "offline"
-        goes_on = event["event"] != "training_start"
+        # A run that goes back to its start begins anew, and is no other.
+        goes_on = event["event"] != "training_start" or RunDirectory(self._run_dir).going_back.exists()
         kept_id = _kept_id(folder / "run_id") if goes_on else None
         self._run = wandb.init(
             project=self._settings.project,
@@ -173,13 +175,20 @@ class WandbLog:
                 artifact.add_file(self._run_dir / name)
         self._run.log_artifact(artifact)
         if goes_on and kept_id is None:
-            with suppress(InputError):  # a broken line: it was told of as the run was taken up
-                self._log_before(event)
+            self._log_before(event)
 
     def _log_before(self, event: dict[str, Any]) -> None:
-        before = [*read_metrics(self._run_dir), *(line for line in read_events(self._run_dir) if line != event)]
+        """Log what the record has from before an event."""
+        # A line that is broken was told of as the run was taken up; older records lack some fields.
+        passed_over = suppress(InputError, KeyError, TypeError, ValueError)
+        before = []
+        for read in (read_metrics, read_events):
+            with passed_over:
+                before += read(self._run_dir)
         for line in sorted(before, key=lambda line: line["step"]):
-            self._event(line) if "event" in line else self._row(line)
+            with passed_over:
+                if line != event:
+                    self._event(line) if "event" in line else self._row(line)
 
     def _finish(self) -> None:
         if self._run is not None:

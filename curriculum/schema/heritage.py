@@ -81,8 +81,10 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
         resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
             sections = {name: resolved[name] for name in INHERITED}
-            inherited = resolved["derived"].get("inherited_model")  # older runs did not keep it
-            if inherited is not None:  # how it computes is not what the config last said of it
+            inherited = resolved.get("derived", {}).get("inherited_model")  # older runs did not keep it
+            if (
+                inherited is not None and sections["model"] is not None
+            ):  # how it computes is not what the config last said of it
                 sections["model"] = sections["model"] | {name: inherited.get(name) for name in HOW}
             return _heritage_of(own, sections, own.architecture())
     base = find_base(init_from)
