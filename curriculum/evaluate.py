@@ -140,7 +140,7 @@ def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int 
         return (
             f"{count:,} of {num_documents:,} documents of {evalset.name}{of_text * (measured < num_documents)} {where}"
         )
-    changed = "its text, or that of an eval set of the run, has changed or is not prepared here"
+    changed = "its text or the run's eval sets have changed since, or are not prepared here"
     why = changed if source in config.sources else "the config no longer has it"
     return f"unknown how many documents of {evalset.name} {where}: {why}"
 

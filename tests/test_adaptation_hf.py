@@ -254,11 +254,12 @@ def test_the_shape_alone(folder):
 
 def test_the_shape_and_the_tokenizer_of_a_folder_that_is_gone_on_resume(folder):
     sections = ["model={from: hf, vocab_size: 272, num_ids: 272}", "tokenizer={kind: hf, path: hf}"]
-    train(load_config("run.yaml", [*sections, "train.steps=1"]), "run", store_dir="store")
+    train(load_config("run.yaml", [*sections, "model.dropout=0.1", "train.steps=1"]), "run", store_dir="store")
     shutil.rmtree("hf")
     with pytest.raises(InputError, match="model.from: hf/config.json: is missing"):
         load_config("run.yaml", sections)
     config = load_config("run.yaml", sections, continues="run")
+    assert config.model.dropout is None  # as if the folder were there
     assert train(config, "run", resume="latest", store_dir="store")["step"] == 2
     with pytest.raises(InputError, match="n_layer"):
         changed = load_config("run.yaml", ["model={from: hf, n_layer: 3}", sections[1]], continues="run")

@@ -238,7 +238,7 @@ def test_a_phase_under_way_that_was_renamed_cannot_be_renamed_back():
         saved = ledger_of(config_of(data), schedule, step, past)
         with pytest.raises(InputError) as error:
             resumed(saved, BASE)
-        told = "config: phases: got phase b, which lasted up to step 60 and is second since; it cannot come back"
+        told = "config: phases: got phase b, which lasted up to step 60, then second began: it cannot come back"
         assert told in error.value.problems
         assert "-- name: second\n" in "\n".join(error.value.details)
         assert not resumed(saved, data)[2].changes

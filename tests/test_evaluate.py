@@ -27,7 +27,7 @@ from evalsets.metrics import WindowResults
 
 WORDS = {"web": "rain falls on the quiet green hills", "law": "the party of the first part shall provide"}
 
-CHANGED = "its text, or that of an eval set of the run, has changed or is not prepared here"
+CHANGED = "its text or the run's eval sets have changed since, or are not prepared here"
 
 PADDED = {"vocab_size": 264, "num_ids": 264}  # rows beyond the tokenizer's 257 ids, which are predicted all the same
 

@@ -226,7 +226,7 @@ def test_what_goes_on_and_was_not_logged_so_far_is_logged_from_its_beginning(tmp
 
 
 def test_what_an_older_record_lacks_and_a_broken_row_end_no_training(tmp_path):
-    """What can be read of it is logged."""
+    """The rest is logged; of a file with a line that is broken, none."""
     record = begin(tmp_path, settings=None)
     train(record, 0, 8)
     offsets = record.offsets()

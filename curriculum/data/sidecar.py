@@ -25,7 +25,7 @@ def write_sidecar(path: Path, record: object) -> None:
 def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
     """Read what `write_sidecar` wrote; `remedy` ends the InputError raised if it is missing or damaged.
 
-    Keys that the record does not have are passed over: those of another version.
+    Keys at the top that the record does not have are passed over: those of another version.
     """
     try:
         content = path.read_bytes()

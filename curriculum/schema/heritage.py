@@ -81,10 +81,9 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
         resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
             sections = {name: resolved[name] for name in INHERITED}
-            inherited = resolved.get("derived", {}).get("inherited_model")  # older runs did not keep it
-            if (
-                inherited is not None and sections["model"] is not None
-            ):  # how it computes is not what the config last said of it
+            # How the model computes is not what the config last said of it. Older runs did not keep what they inherited.
+            inherited = resolved.get("derived", {}).get("inherited_model")
+            if inherited is not None and sections["model"] is not None:
                 sections["model"] = sections["model"] | {name: inherited.get(name) for name in HOW}
             return _heritage_of(own, sections, own.architecture())
     base = find_base(init_from)
@@ -145,7 +144,7 @@ def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dic
     folder = Path(os.path.expanduser(model["from"]))
     own = run_begun_in(continues)
     if own is not None and not folder.exists():
-        its = own.resolved()["model"] or {}
+        its = {key: value for key, value in (own.resolved()["model"] or {}).items() if key not in HOW}
     else:
         its = architecture_fields(read_hf_config(folder))
     given = {key: setting for key, setting in model.items() if key != "from"}

@@ -184,8 +184,8 @@ def _order_changed(contrast: Contrast) -> Iterator[Problem]:
     for i, name in enumerate(stand):
         if name in contrast.over and name not in contrast.old:
             end = contrast.over[name][1]
-            now = next((f" and is {other} since" for other, at, _ in contrast.schedule.phase_bounds if at == end), "")
-            yield "phases", f"got phase {name}, which lasted up to step {end}{now}; it cannot come back"
+            after = next((f", then {other} began" for other, at, _ in contrast.schedule.phase_bounds if at == end), "")
+            yield "phases", f"got phase {name}, which lasted up to step {end}{after}: it cannot come back"
         elif name not in stood:
             got = f"new phase {name} comes before phases already trained up to step {contrast.step}; move it after them"
             yield f"phases[{i}].name", got
