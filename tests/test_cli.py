@@ -159,6 +159,20 @@ def test_interrupt_before_training_exits_with_130(folder):
     assert process.returncode == 130 and "Traceback" not in errors, errors
 
 
+@pytest.mark.parametrize(("imports", "told"), [("", "shut down\n"), ("import jax", "")])
+def test_an_interrupted_command_leaves_before_the_interpreter_takes_down_what_xla_computes(imports, told):
+    """A shutdown amid a computation ends in a segmentation fault, now and then."""
+    script = (
+        f"import atexit; import curriculum.cli.main as main; {imports}\n"
+        "def interrupted():\n"
+        "    try: raise KeyboardInterrupt\n"
+        "    except KeyboardInterrupt: raise SystemExit(130)\n"
+        "atexit.register(print, 'shut down'); main.run_command = interrupted; main.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, told, "")
+
+
 def test_a_dry_run_of_answers_that_no_row_holds(folder):
     """A prompt longer than all the text of a batch: its first update has nothing to learn from."""
     rows = [{"prompt": f"{i} " + "why " * 2000, "completion": "so"} for i in range(30)]

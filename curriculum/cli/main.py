@@ -85,10 +85,15 @@ def main() -> None:
     except BaseException as ending:
         programs = sys.modules.get("curriculum.train.programs")
         vocabulary = sys.modules.get("curriculum.data.tokenizers.vocabulary")
-        if not (programs and programs.compiling()) and not (vocabulary and vocabulary.is_training()):
+        interrupted = isinstance(ending.__context__, KeyboardInterrupt | click.Abort)
+        if not (
+            (programs and programs.compiling())
+            or (vocabulary and vocabulary.is_training())
+            or (interrupted and "jax" in sys.modules)
+        ):
             raise
-        # Neither can be interrupted. The interpreter would wait for the compiler, which may take minutes, and crash if
-        # a tokenizer is trained just as it ends.
+        # Nothing of it can be interrupted. The interpreter would wait for the compiler, which may take minutes, and
+        # crash if a tokenizer is trained, or XLA computes, just as it ends.
         status = ending.code if isinstance(ending, SystemExit) else 1
         if not isinstance(ending, SystemExit):
             traceback.print_exc()

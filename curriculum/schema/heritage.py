@@ -81,7 +81,7 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
         resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
             sections = {name: resolved[name] for name in INHERITED}
-            # How the model computes is not what the config last said of it. Older runs did not keep what they inherited.
+            # How the model computes is not what the config last said of it. Older runs did not keep what it was.
             inherited = resolved.get("derived", {}).get("inherited_model")
             if inherited is not None and sections["model"] is not None:
                 sections["model"] = sections["model"] | {name: inherited.get(name) for name in HOW}
