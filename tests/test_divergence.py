@@ -31,7 +31,7 @@ from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
 from curriculum.train.signals import Stopped
 from curriculum.train.trainer import train, train_built
-from curriculum.views import inspection
+from curriculum.views import inspection_text
 from curriculum.views.inspection import inspect_run
 from curriculum.views.model_card_sections import training
 
@@ -407,7 +407,7 @@ def test_the_newest_checkpoint_from_before_the_bad_updates_stays(place, tmp_path
     assert f"--at {good} --run-dir NEW" in summary and "resume from" not in capsys.readouterr().out
     facts = inspect_run(load_run(tmp_path / "run"))
     assert facts["commands"]["go on"].endswith(f"--at {good} --run-dir NEW --set KEY=VALUE")
-    assert "diverged, in phase second" in inspection.text(facts)[1]
+    assert "diverged, in phase second" in inspection_text.text(facts)[1]
     # While a run has no row of bad updates it keeps no more than it is told to.
     trained(place, tmp_path / "sound", config_data(place, train__steps=SWITCH + 8, checkpoint={"every": 20, "keep": 1}))
     assert Checkpoints(tmp_path / "sound/checkpoints").steps() == [SWITCH + 8]
