@@ -84,10 +84,10 @@ def check(folder: Path, launcher: Sequence[str], seconds: float) -> None:
         return
     os.kill(killed, signal.SIGKILL)
     began = time.monotonic()
-    code = ended(process, seconds, long)
-    print(
-        f"killed: process {killed} of this machine; the launch ended {time.monotonic() - began:.1f} s later by {code}"
-    )
+    if not (code := ended(process, seconds, long)):
+        raise Failed(f"a process was killed, and the launch ended with exit code 0; see {long.with_suffix('.log')}")
+    seconds_later = time.monotonic() - began
+    print(f"killed: a process of this machine; the launch ended {seconds_later:.1f} s later by {code}", flush=True)
     before = saved(long)
 
     process = start(launcher, config, long, endless)
