@@ -651,14 +651,28 @@ def test_what_cannot_be_reported_is_said(rich, tmp_path):
 
 def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):
     output = tmp_path / "r.html"
-    output.write_text("older")
+    older = "<!doctype html>older"
+    output.write_text(older)
     (tmp_path / "r.html.tmp").mkdir()  # the new one cannot be begun
     with pytest.raises(InputError, match="r.html: cannot be written"):
         write_report([rich], output)
-    assert output.read_text() == "older"
+    assert output.read_text() == older
     (tmp_path / "r.html.tmp").rmdir()
     write_report([rich], output)
     assert output.read_text().startswith("<!DOCTYPE html>") and not (tmp_path / "r.html.tmp").exists()
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.resolved.json"])
+def test_a_file_that_is_no_report_is_not_replaced(tmp_path, name):
+    run_dir = write_run(tmp_path / "run", {"val": lambda step: windows(3 - step / 200)})
+    before = (run_dir / name).read_bytes()
+    with pytest.raises(InputError, match=f"{name}: exists and is not an HTML page; expected a new file or an earlier"):
+        write_report([run_dir], run_dir / name)
+    assert (run_dir / name).read_bytes() == before
+    write_report([run_dir], tmp_path / "new.html")
+    (tmp_path / "empty.html").touch()
+    write_report([run_dir], tmp_path / "empty.html")
+    assert (tmp_path / "empty.html").read_bytes() == (tmp_path / "new.html").read_bytes() != b""
 
 
 def test_a_folder_whose_name_is_not_text_is_reported(tmp_path):

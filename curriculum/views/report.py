@@ -62,7 +62,8 @@ MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more points hid
 def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> None:
     """Write the report of one or more runs to the file `output`.
 
-    Raises InputError if there is no run, one has not begun or cannot be read, or `output` cannot be written.
+    Raises InputError if there is no run, one has not begun or cannot be read, or `output` cannot be written. An earlier
+    report is replaced; another file, such as a run's record, is refused.
     """
     path = Path(output)
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
@@ -72,10 +73,18 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     try:
         if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
             path.write_text(page, encoding="utf-8")
+        elif path.exists() and not _is_page(path):
+            raise InputError(f"-o {output}: exists and is not an HTML page; expected a new file or an earlier report")
         else:
             write_whole(path, page, durable=False)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error.strerror}") from None
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(100)
+    return not start or start.lstrip().lower().startswith(b"<!doctype html")
 
 
 def report(runs: Sequence[Run]) -> str:
