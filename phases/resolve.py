@@ -278,6 +278,12 @@ def _first_ahead(
         message = f"{names[again[0]]!r} was already trained, before step {end}; give this phase another name"
         raise ScheduleError([(f"phases[{again[0]}].name", message)])
     if first == len(names) and end < total_steps:
+        if lasts(first - 1):  # as where a phase was renamed while under way, and has its former name again
+            message = (
+                f"{names[first - 1]!r} was trained before {trained[-1]!r}, which ends at step {end}; name this phase "
+                f"{trained[-1]!r} to go on with it, or give it a new name"
+            )
+            raise ScheduleError([(f"phases[{first - 1}].name", message)])
         message = (
             f"no phase after the trained ones lasts beyond step {end}, up to which the schedule is fixed; add one, or "
             "let the last one end with 'end'"

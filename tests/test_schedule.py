@@ -880,6 +880,12 @@ def test_a_past_that_cannot_stand_before_what_is_declared():
             "phases[1].name",
             "'a' was already trained, before step 45",
         ),
+        (
+            (replace(a, until="end"),),
+            {},
+            "phases[0].name",
+            "'a' was trained before 'b', which ends at step 45; name this phase 'b' to go on with it, or give it",
+        ),
     ):
         ((where, message),) = after_problems(past, *phases, **kwargs)
         assert where == path and words in message
