@@ -52,10 +52,8 @@ def readable(path: Path, what: str = "read") -> Iterator[None]:
 def check_choice(option: str, name: str, choices: Collection[str]) -> None:
     """Raise InputError if the value of an option is not among its choices."""
     if name not in choices:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, choices, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name, choices)
+        hint = f"did you mean {near!r}? " if near else ""
         raise InputError(f"{option} {name}: unknown value; {hint}expected one of: {', '.join(choices)}")
 
 
@@ -64,23 +62,26 @@ def shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` was probably meant to be; None if none is similar."""
+    from difflib import get_close_matches  # only an error needs it
+
+    return next(iter(get_close_matches(name, list(known), 1)), None)
+
+
 def no_such(what: str, name: str, known: Iterable[str]) -> str:
     """`no such key; did you mean ...? (keys: ...)`, with the closest known name, or else up to 3 that begin with it."""
-    from difflib import get_close_matches
-
-    known = list(known)
-    near = get_close_matches(name, known, 1) or [other for other in known if name and other.startswith(name)]
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if 0 < len(near) <= 3 else ""
+    known, near = list(known), nearest(name, known)
+    meant = [near] if near else [other for other in known if name and other.startswith(name)]
+    hint = f"; did you mean {' or '.join(map(repr, meant))}?" if 0 < len(meant) <= 3 else ""
     return f"no such {what}{hint} ({what}s: {', '.join(sorted(known))})"
 
 
 def no_such_path(path: Path) -> str:
     """The message for a path that does not exist, with the most similar name in the same folder as a suggestion."""
-    from difflib import get_close_matches
-
     parent = next((p for p in path.parents if p.exists()), Path("."))
     listable = parent == path.parent and parent.is_dir() and os.access(parent, os.R_OK | os.X_OK)
     names = [name for name in os.listdir(parent) if name != path.name] if listable else []
-    near = get_close_matches(path.name, names, 1)
-    hint = f"; did you mean {str(parent / near[0])!r}?" if near else ""
+    near = nearest(path.name, names)
+    hint = f"; did you mean {str(parent / near)!r}?" if near else ""
     return f"does not exist{hint} (paths are relative to the working folder)"

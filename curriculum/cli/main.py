@@ -14,7 +14,7 @@ import traceback
 import click
 
 from curriculum.cli.lasting import lasting
-from curriculum.errors import InputError, is_out_of_memory
+from curriculum.errors import InputError, is_out_of_memory, nearest
 
 _TAKES_LESS = (
     "`curriculum plan CONFIG` estimates the device memory of an update; a higher train.grad_accum, model.remat, a "
@@ -53,13 +53,11 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def resolve_command(self, ctx, args):
-        import difflib
-
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], _COMMANDS, 1)
-            hint = f" Did you mean {near[0]!r}?" if near and "Did you mean" not in error.message else ""
+            near = nearest(args[0], _COMMANDS)
+            hint = f" Did you mean {near!r}?" if near and "Did you mean" not in error.message else ""
             error.message += hint or ("" if near else f" (commands: {', '.join(_COMMANDS)})")
             raise
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
 from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
-from curriculum.data.rows import checked_text, found_keys, similar_key, type_name
+from curriculum.data.rows import checked_text, found_keys, type_name
 from curriculum.data.sources import (
     COLUMNAR,
     COMPRESSED,
@@ -23,7 +23,7 @@ from curriculum.data.sources import (
     suffix_of,
 )
 from curriculum.data.tables import ROWS_PER_BATCH, open_table
-from curriculum.errors import InputError
+from curriculum.errors import InputError, nearest
 
 # A plain-text file is read in pieces of about this size: with pieces of a megabyte malloc ends up keeping twice the
 # memory.
@@ -282,8 +282,8 @@ def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
         hint = "is a row a prompt and its completion? set format: completion"
     elif source.format == "completion":
         hint = "rename the keys of the data to 'prompt' and 'completion'"
-    elif guess := similar_key(missing, keys):
-        hint = f"did you mean text_key: {guess}?"
+    elif near := nearest(missing, keys):
+        hint = f"did you mean text_key: {near}?"
     else:
         hint = f"name the key of the {source.format} with text_key:"
     raise InputError(f"{where}: no key {missing!r}; found {found_keys(keys)}; {hint}")

@@ -1,6 +1,5 @@
 """Checks of what a row of JSONL or of a table holds, and words for it in error messages."""
 
-import difflib
 from collections.abc import Iterable
 from itertools import islice
 
@@ -30,8 +29,3 @@ def found_keys(keys: Iterable[str]) -> str:
     """The first keys of a row, long ones cut, for an error message."""
     shown = (key if len(key) <= 40 else key[:37] + "..." for key in islice(map(str, keys), 12))
     return ", ".join(map(repr, shown)) or "no keys"
-
-
-def similar_key(key: str, keys: Iterable[str]) -> str | None:
-    """The one of `keys` that `key` was probably meant to be; None if none is similar."""
-    return next(iter(difflib.get_close_matches(key, keys, n=1)), None)

@@ -5,10 +5,9 @@ Nothing here imports jax, so that a plan can be printed without it.
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from curriculum.errors import FieldError, InputError
+from curriculum.errors import FieldError, InputError, nearest
 from curriculum.model.formulation import cudnn_problem, scan_problem
 from curriculum.parsing.typed import Limits
 
@@ -297,8 +296,8 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
     tokenizer's; None if it is not known yet.
     """
     if section.preset is not None and section.preset not in PRESETS:
-        near = get_close_matches(section.preset, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(section.preset, PRESETS)
+        hint = f"; did you mean {near!r}?" if near else ""
         return [("preset", f"no such preset: {section.preset!r}{hint} (presets: {', '.join(PRESETS)})")]
     given = _merged(section)
     problems = [

@@ -8,7 +8,6 @@ makes the JSON schema from them; to import it here would take a third of a plan'
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-from curriculum.errors import FieldError, no_such, shown
+from curriculum.errors import FieldError, nearest, no_such, shown
 
 Problems = list[tuple[str, str]]  # (path, message)
 _WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}
@@ -163,6 +162,6 @@ def _message(given: Any, expected: str) -> str:
 
 def _one_of(choices: tuple[str, ...], given: Any) -> str:
     *others, last = map(repr, choices)
-    near = difflib.get_close_matches(str(given), choices, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(str(given), choices)
+    hint = f" (did you mean {near!r}?)" if near else ""
     return (f"{', '.join(others)} or {last}" if others else last) + hint

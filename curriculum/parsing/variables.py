@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from curriculum.errors import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that is a mapping
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
@@ -41,8 +42,8 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
         for part in name.split("."):
             if not isinstance(here, dict) or part not in here:
                 known = [str(key) for key in variables]
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = nearest(name, known)
+                hint = f"; did you mean {near!r}?" if near else ""
                 raise _Problem(path, f"no such variable: {name!r}{hint} (variables: {', '.join(known) or 'none'})")
             here = here[part]
         return replaced(here, path, (*within, name))

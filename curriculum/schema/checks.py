@@ -6,11 +6,10 @@ import math
 import os
 import shlex
 import shutil
-from difflib import get_close_matches
 from pathlib import Path
 
 from curriculum.data.split import parse_share
-from curriculum.errors import FieldError, no_such, no_such_path
+from curriculum.errors import FieldError, nearest, no_such, no_such_path
 from curriculum.model.presets import model_problems
 from curriculum.record.events import Recorded
 from curriculum.schema.sections import EvalSource
@@ -123,8 +122,8 @@ def _check_evalsets(v):
             got = " and ".join(given) or "none"
             where = f"{path}.{given[-1]}" if given else path
             name = path.rpartition(".")[2]
-            near = [] if given else get_close_matches(name, [other for other in section.sets if other != name], 1)
-            hint = f"; did you mean the set {near[0]!r}?" if near else ""
+            near = None if given else nearest(name, (other for other in section.sets if other != name))
+            hint = f"; did you mean the set {near!r}?" if near else ""
             yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'{hint}"
         own = [key for key in ("text_key", "glob", "format") if getattr(source, key) != getattr(EvalSource, key)]
         if source.held_out_of is not None and own:

@@ -1,6 +1,5 @@
 """Where vocabularies come from: the characters of texts, byte pairs trained on them, published encodings."""
 
-import difflib
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.hf_definition import byte_level_letters
 from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
-from curriculum.errors import InputError
+from curriculum.errors import InputError, nearest
 
 _TRAINING = "training a tokenizer"  # the name of a thread
 TRAIN_BYTES = 1 << 27  # with more text `tokenizers` would hold over a gigabyte
@@ -133,9 +132,9 @@ def check_tiktoken_name(name: str) -> None:
 
     names = tiktoken.list_encoding_names()
     if name not in names:
-        guess = difflib.get_close_matches(name, names, n=1)
+        near = nearest(name, names)
         has = f"it has {', '.join(sorted(names))}"
-        hint = f"did you mean {guess[0]!r}? ({has})" if guess else has
+        hint = f"did you mean {near!r}? ({has})" if near else has
         raise InputError(f"tokenizer.name: tiktoken has no {name!r}; {hint}")
 
 
