@@ -96,7 +96,8 @@ def branch(
         setup = replace(setup, config=replace(setup.config, origin=origin))
     if step == at:  # else the console shows them with the edit, when the branch reaches `at`
         print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
-    told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
+    known = len(newest["history"]["rollbacks"])
+    told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at, known)]
     with _while_there(checkpoint), made_whole(directory, trunk.directory) as made:
         copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
     with RunLock(directory.path) as lock:
@@ -133,10 +134,13 @@ def _while_there(checkpoint: Path) -> Iterator[None]:
         raise
 
 
-def _came_after(event: Mapping[str, Any], at: int) -> bool:
-    """Whether an event at a checkpoint's step was recorded after it was saved, and applies to a branch at `at` too."""
+def _came_after(event: Mapping[str, Any], at: int, known_rollbacks: int) -> bool:
+    """Whether an event at a checkpoint's step was recorded after it was saved, and applies to a branch at `at` too.
+
+    The first `known_rollbacks` of the trunk apply; one that no later checkpoint knows the branch comes to by itself.
+    """
     if event["event"] == "rollback":
-        return event["first_bad_step"] < at
+        return event["first_bad_step"] < at and event["number"] <= known_rollbacks
     return event["event"] == "schedule_edit" and event["kind"] == "config"
 
 

@@ -184,12 +184,13 @@ def _new_segment(
     if before:
         start = before[-1].end
         cursors, found = before[-1].cursors_at(start), before[-1].mixture_at(start - 1)
+    ramp_steps = min(declared.ramp_steps, end)  # a longer one is an error, and its table may not fit in memory
     return Segment(
         start,
         end,
         phase.name,
         normalised(phase.mixture),
-        ramp=_ramp(found, declared.ramp_steps, phase.ramp_shape, supplies),
+        ramp=_ramp(found, ramp_steps, phase.ramp_shape, supplies),
         lr=(),
         cursors=cursors,
         batch_size=declared.batch_size,

@@ -239,6 +239,30 @@ def test_a_branch_takes_over_what_its_trunk_passed_over(place, tmp_path, monkeyp
         assert ledger["history"]["rollbacks"] == [{"step": 15, "first_bad_step": 17, "skip_steps": 3}]
 
 
+def test_a_rollback_that_no_checkpoint_of_the_trunk_knows_is_told_once_by_a_branch(place, tmp_path, monkeypatch):
+    """It comes to that rollback by itself, on its way from the checkpoint to the step where it branches."""
+    rollback = {"after": 1, "skip_steps": 3, "max": 1}
+    train_section = {"steps": 30, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback}
+    phases = [{"name": "only", "until": "end", "mixture": {"web": 1.0}}]
+    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
+    find = divergence._find
+
+    def finds(run, done, whole_state):
+        if done == 19:
+            run.settle(done)
+            return divergence._Divergence("planted", 17, divergence._newest(run.directory, 17), 17)
+        return find(run, done, whole_state)
+
+    monkeypatch.setattr(divergence, "_find", finds)
+    with pytest.raises(Diverged):
+        trained(place, tmp_path / "trunk", data)
+    with pytest.raises(Diverged):
+        branch(tmp_path / "trunk", 18, tmp_path / "new", store_dir=place / "store")
+    for name in ("trunk", "new"):
+        (told,) = [e for e in load_run(tmp_path / name).events if e["event"] == "rollback"]
+        assert (told["step"], told["first_bad_step"], told["number"]) == (15, 17, 1)
+
+
 def test_a_branch_before_the_data_that_its_trunk_passed_over_may_go_back_itself(place, tmp_path, monkeypatch):
     """From a checkpoint that was saved after the rollback, and before its first bad update."""
     rollback = {"after": 1, "skip_steps": 3, "max": 1}

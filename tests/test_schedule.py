@@ -851,6 +851,12 @@ def test_a_past_keeps_its_rates_and_a_jump_where_it_ends_is_refused():
     assert rewarmed.rates(82) == pytest.approx(0.45e-3 + (2e-3 - 0.45e-3) / 10)
 
 
+def test_a_ramp_of_more_steps_than_memory_holds_is_refused_like_any_that_is_too_long():
+    ((path, message),) = problems(Phase("a", 50, {"web": 1.0}), Phase("b", "end", {"law": 1.0}, ramp_steps=2**42))
+    assert path == "phases[1].ramp_steps"
+    assert message == f"got {2**42} steps for a phase of 50 (steps 50 to 100), expected at most its length"
+
+
 def test_a_past_that_cannot_stand_before_what_is_declared():
     past = cut(resolved(*THREE, lr=WSD).segments, 45)
     a, b, c = THREE

@@ -227,6 +227,8 @@ def parse_yaml(text: str, origin: Origin):
                 if not isinstance(key_node, yaml.ScalarNode):
                     raise _error(origin, mark, "got a collection as a key, expected text")
                 key = key_node.value
+                if key == "<<" and key_node.style is None:
+                    raise _error(origin, mark, "merge keys (<<) are not part of YAML 1.2; write the keys out")
                 below = f"{path}.{key}" if path else key
                 if key in value:
                     line, _ = origin.positions[below]
