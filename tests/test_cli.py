@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -413,3 +414,30 @@ def test_another_error_of_a_device_is_raised(folder, monkeypatch, message):
     monkeypatch.setattr("curriculum.train.dry_run.build", failed)
     with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
         run(folder, "train", "c.yaml", "--dry-run")
+
+
+@pytest.mark.parametrize("streams", ["", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_no_obstacle(folder, streams):
+    """As a daemon may start a program: what is opened must not get a stream's number, or be asked what it is."""
+    store = folder / f"store{len(streams)}"
+    command = f'"{CURRICULUM}" prepare c.yaml --store-dir "{store}" {streams}'
+    done = subprocess.run(["sh", "-c", command], cwd=folder, timeout=600, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert [*store.rglob("*.json")]
+
+
+def test_an_output_that_the_disk_does_not_take_exits_with_2(folder):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [CURRICULUM, "plan", "c.yaml"], cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    told = "the output cannot be written: No space left on device; free disk space, or write it to another place"
+    assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
+
+
+@pytest.mark.parametrize("variable", ["JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64"])
+def test_an_environment_variable_that_jax_cannot_read_exits_with_2(folder, variable):
+    command, environment = [CURRICULUM, "train", "c.yaml", "--dry-run"], {**os.environ, variable: "x"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"error: {variable}: jax cannot start: " in done.stderr and "unset this environment variable" in done.stderr

@@ -129,7 +129,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("name: example", "a: &a [1]\nb: *c", "not YAML"),
         ("name: example", 'name: "\\ud800"', "half of a surrogate pair"),
         ("name: example", "phases: 3", "c.yaml:5:1: the key 'phases' occurs twice"),
-        ("{web: 1}", "{<<: {web: 1}}", "c.yaml:6:36: merge keys (<<) are not part of YAML 1.2; write the keys out"),
+        ("{web: 1}", "{<<: {web: 1}}", "c.yaml:6:37: merge keys (<<) are not part of YAML 1.2; write the keys out"),
         ("steps: 100", "steps: 1000000000000", "train.steps: got 1000000000000, expected at most 1000000000"),
         ("{held_out_of: web}", "{held_out_of: web, glob: x}", "evalsets.primary.glob: text_key, glob and format apply to 'path'"),
         ("{held_out_of: web}", "{held_out_of: web, format: messages}", "evalsets.primary.format: text_key, glob and format apply"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import click
 
 from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS
 from curriculum.errors import InputError
+from curriculum.record.append import discard
 from curriculum.sampling import Sampling
 
 
@@ -59,9 +59,7 @@ def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **set
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of the pipe has closed it
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        discard(sys.stdout)
 
 
 def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sampling):

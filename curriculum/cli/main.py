@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
 from curriculum.cli.lasting import lasting
 from curriculum.errors import InputError, is_out_of_memory, nearest
+from curriculum.record.append import DISK_ERRORS, discard
 
 _TAKES_LESS = (
     "`curriculum plan CONFIG` estimates the device memory of an update; a higher train.grad_accum, model.remat, a "
     "shorter seq_len, mesh.fsdp over more devices and a smaller model need less"
 )
+_JAX_VARIABLE = re.compile(r"for (?:JAX flag|environment) '?(jax_\w+)", re.IGNORECASE)  # in what jax raises
 _LONGEST_LINE = 900  # characters of a message
 _COMMANDS = {  # each in the module of its name
     "train": "Train a run through its phases, or continue one.",
@@ -76,7 +81,18 @@ def _one_line(problem: str) -> str:
     return line
 
 
+def _open_closed_streams() -> None:
+    """Open the null device for each standard stream that is closed, as some daemons start a program.
+
+    Otherwise the next files to be opened would have the streams' numbers, and get what libraries log to them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
 def main() -> None:
+    _open_closed_streams()
     sys.unraisablehook = _unraisable
     try:
         run_command()
@@ -112,11 +128,7 @@ def run_command() -> None:
     try:
         sys.exit(cli(standalone_mode=False) or 0)
     except InputError as error:
-        for problem in error.problems:
-            print(f"error: {_one_line(problem)}", file=sys.stderr)
-        for line in error.details:
-            print(f"  {_one_line(line)}".rstrip(), file=sys.stderr)
-        sys.exit(2)
+        _refuse(error.problems, error.details)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -126,9 +138,25 @@ def run_command() -> None:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"error: out of memory: {_one_line(str(error))}", file=sys.stderr)
-        print(f"  {_TAKES_LESS}", file=sys.stderr)
-        sys.exit(2)
+        _refuse([f"out of memory: {error}"], [_TAKES_LESS])
+    except ValueError as error:
+        if not (variable := _JAX_VARIABLE.search(str(error))):
+            raise
+        _refuse([f"{variable[1].upper()}: jax cannot start: {error}; mend or unset this environment variable"])
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is not None:
+            raise
+        discard(sys.stdout)  # at its exit Python would try to write the rest
+        _refuse([f"the output cannot be written: {error.strerror}; free disk space, or write it to another place"])
+
+
+def _refuse(problems: Sequence[str], details: Sequence[str] = ()) -> NoReturn:
+    """Exit with 2 after saying what is wrong with the user's input or machine."""
+    for problem in problems:
+        print(f"error: {_one_line(problem)}", file=sys.stderr)
+    for line in details:
+        print(f"  {_one_line(line)}".rstrip(), file=sys.stderr)
+    sys.exit(2)
 
 
 def _unraisable(lost: sys.UnraisableHookArgs) -> None:

@@ -7,9 +7,17 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 # Errors of a disk that is full, has no more room for this user or this file, fails, or is read-only.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+
+def discard(stream: TextIO) -> None:
+    """Let what is written to a stream go nowhere from here on, as its reader or its disk does not take it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class Appender:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from urllib.parse import quote
 
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.record.append import DISK_ERRORS, Appender
+from curriculum.record.append import DISK_ERRORS, Appender, discard
 from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
@@ -261,9 +261,7 @@ class Console:
                 return
             # The pipe's reader or the terminal is gone: the run goes on without it.
             self._log.write(f"console: {error.strerror}; from here on, output goes to this file only\n".encode())
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            discard(self._stream)
 
 
 def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
