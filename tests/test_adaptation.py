@@ -156,7 +156,10 @@ def test_the_command_and_a_resume_without_the_base(folder, command):
     code, _, errors = command("train", "adapted.yaml", *arguments, *more, "--set", "sources.law.held_out=10%",
                               "--set", "evalsets.sets.law.held_out_of=law")  # fmt: skip
     assert code == 0, errors
-    lineage = {"init_from": "base", "run": "first", "step": 4, "keep_optimizer": False, "lineage": None}
+    began = read_ledger(Path("base/checkpoints/4"))["history"]["started_at"]
+    lineage = {
+        "init_from": "base", "run": "first", "started_at": began, "step": 4, "keep_optimizer": False, "lineage": None,
+    }  # fmt: skip
     run = load_run("run")
     start, first = run.events[:2]
     assert start["lineage"] == lineage == read_ledger(Path("run/checkpoints/2"))["lineage"]
@@ -188,8 +191,13 @@ def test_the_command_and_a_resume_without_the_base(folder, command):
     # A third generation.
     third = adapted(init_from="run/checkpoints/4")
     assert start_of(third).lineage == {
-        "init_from": "run/checkpoints/4", "run": "second", "step": 4, "keep_optimizer": False, "lineage": lineage,
-    }  # fmt: skip
+        "init_from": "run/checkpoints/4",
+        "run": "second",
+        "started_at": read_ledger(Path("run/checkpoints/4"))["history"]["started_at"],
+        "step": 4,
+        "keep_optimizer": False,
+        "lineage": lineage,
+    }
     assert third.tokenizer.path == "run/tokenizer"
 
 

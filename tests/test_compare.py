@@ -483,6 +483,11 @@ def test_a_run_that_only_looks_like_the_base_is_none(tmp_path, monkeypatch):
     hf = {"init_from": "runs/base", "kind": "hf", "model_type": "llama", "keep_optimizer": False, "lineage": None}
     of_folder = write_run(tmp_path / "one/runs/d", {"val": lambda step: 3.0}, start={"lineage": hf})
     assert began_at(load_run(of_folder), load_run(base)) is None
+    with (tmp_path / "one/runs/base/events.jsonl").open("r+") as record:  # as if it were trained anew since
+        first, *others = [json.loads(line) for line in record]
+        record.seek(0)
+        record.writelines(json.dumps(e) + "\n" for e in ({**first, "timestamp": "2999-01-01T00:00:00+00:00"}, *others))
+    assert began_at(load_run(adapted), load_run(base)) is None
 
 
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):

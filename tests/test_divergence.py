@@ -527,8 +527,9 @@ def test_a_run_that_begins_anew_after_a_resume_begins_with_what_it_began_with(ad
 def test_another_run_at_the_place_of_the_one_it_began_from_is_refused(adapted):
     config = build_config(tiny_data(adapted, **begun_with_base(adapted, 12)))
     start = start_of(config)
-    with pytest.raises(InputError, match="base: is run tiny, the run began from other"):
-        base_again(config, None, start.lineage | {"run": "other"})
+    for other, told in (({"run": "other"}, "from other of 20"), ({"started_at": "then"}, "from tiny of then")):
+        with pytest.raises(InputError, match=f"base: is run tiny of 20.*, but the run began {told}"):
+            base_again(config, None, start.lineage | other)
 
 
 def test_a_run_that_cannot_begin_anew_ends(adapted, tmp_path, monkeypatch):

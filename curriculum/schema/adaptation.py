@@ -74,11 +74,17 @@ class Base:
     def ledger(self) -> dict[str, Any]:
         return read_ledger(self.checkpoint)
 
+    @property
+    def started_at(self) -> str:
+        """When the base run began, which tells it from one that was trained in its place."""
+        return self.ledger["history"]["started_at"]
+
     def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
         """The lineage of a run that begins here, back to its first ancestor, as its record keeps it."""
         return {
             "init_from": self.init_from,
             "run": self.config["name"],
+            "started_at": self.started_at,
             "step": self.step,
             "keep_optimizer": keep_optimizer,
             "lineage": self.ledger["lineage"],

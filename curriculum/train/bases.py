@@ -45,8 +45,11 @@ def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base
             raise InputError(f"{base.folder}: holds other weights than when the run began")
 
     from_first(check_weights)
-    if isinstance(base, Base) and base.config["name"] != lineage["run"]:
-        raise InputError(f"{base.directory.path}: is run {base.config['name']}, the run began from {lineage['run']}")
+    if isinstance(base, Base):
+        found, began_from = (base.config["name"], base.started_at), (lineage["run"], lineage["started_at"])
+        if found != began_from:
+            (name, at), (was, then) = found, began_from
+            raise InputError(f"{base.directory.path}: is run {name} of {at}, but the run began from {was} of {then}")
     check_base(base, config, model)
     return base
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ def began_at(run: Run, base: Run) -> int | None:
     """The step of `base` whose parameters `run`, or a run in its lineage, began with; None if none did.
 
     A lineage names its base by the path as it was given, relative to the folder where training was started. The path
-    is resolved against each folder above `run`, then against the working folder; the first that holds a run counts.
+    is resolved against each folder above `run`, then against the working folder; the first that holds a run counts,
+    unless that run was begun after `run` itself.
     """
+    if _begun(base) > _begun(run):
+        return None
     path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
     lineage = run.start.get("lineage")
     while lineage and path != wanted:
@@ -27,6 +31,10 @@ def began_at(run: Run, base: Run) -> int | None:
                 return lineage["step"]
         lineage = lineage.get("lineage")
     return None
+
+
+def _begun(run: Run) -> datetime:
+    return datetime.fromisoformat(run.start["timestamp"])
 
 
 def shared_past(first: Run, second: Run) -> int | None:
