@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
+
+from curriculum.cli.options import print_json
 
 
 @click.command()
@@ -26,6 +27,6 @@ def command(runs, at, as_json):
 
     comparison = compare(runs, at=int(at) if at.isdecimal() else at)
     if as_json:
-        click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
+        print_json(comparison.to_json())
     else:
         click.echo("\n".join(table(comparison)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
 
 
 @click.command()
@@ -30,7 +28,6 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
     """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
     from curriculum.config import named_directories
     from curriculum.evaluate import evaluate
-    from curriculum.record.events import plain
 
     measured = evaluate(
         run,
@@ -44,7 +41,7 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
     for warning in measured.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
-        click.echo(json.dumps(plain(measured.to_json()), indent=2, allow_nan=False))
+        print_json(measured.to_json())
     else:
         click.echo("\n".join(table(measured)))
 

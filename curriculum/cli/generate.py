@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
 from curriculum.errors import InputError
 from curriculum.record.append import discard
 from curriculum.sampling import Sampling
@@ -86,7 +85,7 @@ def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sam
         whole = {piece.index: piece.whole.to_json() for piece in pieces if piece.whole}
         told = {"run": str(run), "step": loaded.step, "weights": weights, "sampling": asdict(sampling)}
         told |= {"generations": [whole[index] for index in range(len(prompts))], "warnings": list(loaded.warnings)}
-        click.echo(json.dumps(told, indent=2))
+        print_json(told)
         return
     generations, first_s = _show(pieces, prompts, started)
     num_tokens, all_s = sum(len(generation.ids) for generation in generations), time.perf_counter() - started

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
+
+from curriculum.cli.options import print_json
 
 
 @click.command()
@@ -16,7 +17,6 @@ def command(run, as_json):
 
     For a folder of runs: one line per run.
     """
-    from curriculum.record.events import plain
     from curriculum.run import load_run, runs_below
     from curriculum.run_directory import RunDirectory
     from curriculum.views.inspection import inspect_run
@@ -27,4 +27,7 @@ def command(run, as_json):
         facts, as_text = list_runs(run), runs_text
     else:
         facts, as_text = inspect_run(load_run(run)), text
-    click.echo(json.dumps(plain(facts), indent=2, allow_nan=False) if as_json else "\n".join(as_text(facts)))
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo("\n".join(as_text(facts)))

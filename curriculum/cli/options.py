@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+from curriculum.record.events import plain
 from curriculum.run import DEFAULT_STORE_DIR
 
 
@@ -17,6 +20,11 @@ class _Folder(click.Path):
         if value == "":
             self.fail("got an empty name; is a shell variable not set? The current folder is .", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def print_json(told: Any) -> None:
+    """Print what `--json` asks for; floats that are not finite are text."""
+    click.echo(json.dumps(plain(told), indent=2, allow_nan=False))
 
 
 FOLDER = _Folder(path_type=Path)

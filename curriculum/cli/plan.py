@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from itertools import groupby
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import click
 
 from curriculum.cli.lasting import lasting
-from curriculum.cli.options import FOLDER, config_options
+from curriculum.cli.options import FOLDER, config_options, print_json
 from curriculum.config import load_config
 from curriculum.errors import InputError
 from curriculum.model.memory import MemoryEstimate
 from curriculum.plan import Plan, plan
-from curriculum.record.events import plain, record_name
+from curriculum.record.events import record_name
 from curriculum.record.queries import beginning
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import columns, size_text
@@ -54,7 +53,7 @@ def command(config_path, changes, store_dir, resume, run_dir, accept_past, as_js
             click.echo(line, err=True)
         resolved = plan_resumed(config, run_dir, resume, accept_past=accept_past, store_dir=store_dir)
     if as_json:
-        click.echo(json.dumps(plain(resolved.to_json()), indent=2, allow_nan=False))
+        print_json(resolved.to_json())
     else:
         click.echo("\n".join(table(resolved)))
 
