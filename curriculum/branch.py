@@ -89,7 +89,11 @@ def branch(
             setup.course.keep_edit(on)
     ledger.check_past(saved, ledger.found_in(setup), of_branch=True)
     if setup.course.total_steps <= at:
-        raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; expected more")])
+        ends = f"the run ends at step {at}, where the branch begins"
+        if config.train.steps > at:
+            fix = "raise its max_epochs, or choose another on_exhaust"
+            raise config.error([("sources", f"{ends}, as a source with on_exhaust: stop is used up; {fix}")])
+        raise config.error([("train.steps", f"{ends}; expected more")])
     if config.origin.text is not None:
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
@@ -116,10 +120,10 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
         raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     directory.check_usable()
     if directory.holds_run():
-        raise InputError(
-            f"--run-dir {directory.path}: already holds a run; choose another, or continue a branch begun there: "
-            f"{go_on_command(directory.path, store_dir, own_model=own_model)}"
-        )
+        command = go_on_command(directory.path, store_dir, own_model=own_model)
+        from_file = (directory.path / "config.yaml").exists()  # else no command continues it
+        more = f", or continue a branch begun there: {command}" if from_file else ""
+        raise InputError(f"--run-dir {directory.path}: already holds a run; choose another{more}")
     if directory.path.exists() and any(directory.path.iterdir()):
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
 

@@ -310,6 +310,8 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(re
         ("13", ["logging.every=1"], "logging.every: got 1, but the branch must repeat steps 12 to 13"),
         ("12", ["train.batch_size=8"], "train.batch_size: got 8, but steps 0 to 8 were trained with 4; leave it as it was"),
         ("13", ["train.steps=13"], "train.steps: the run ends at step 13, where the branch begins"),
+        ("12", ["sources.law.max_epochs=0.001", "sources.law.on_exhaust=stop"], "sources: the run ends at step 12, where "
+         "the branch begins, as a source with on_exhaust: stop is used up; raise its max_epochs, or choose another"),
         ("13", ["train.steps=12"], "train.steps: got 12, but the run's schedule is already fixed"),
         ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13, "
          "where the fixed part of the schedule ends: more than 2x; start a phase there with its own lr"),
@@ -343,6 +345,11 @@ def test_where_a_branch_may_not_lie(whole, tmp_path):
         branch(tmp_path, 4, tmp_path / "new")
     with pytest.raises(InputError, match=r"already holds a run; choose another, or continue .*--resume latest"):
         branch(whole, 4, whole)
+    shutil.copytree(whole, tmp_path / "from Python")
+    (tmp_path / "from Python/config.yaml").unlink()
+    with pytest.raises(InputError, match="already holds a run; choose another$"):
+        branch(whole, 4, tmp_path / "from Python")
+    shutil.rmtree(tmp_path / "from Python")
     inside = whole / "checkpoints" / "sub"
     with pytest.raises(InputError, match="checkpoints/sub: lies within the run .*whole; choose a folder outside it"):
         branch(whole, 4, inside)
