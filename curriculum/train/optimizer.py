@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -120,10 +119,11 @@ class OptimConfig:
 
 
 _SHARE = "0 or more and below 1", lambda number: 0 <= number < 1
-_POSITIVE = "a finite number above 0", lambda number: 0 < number < math.inf
+_LARGEST = 3.4e38  # in float32, beyond it a number is infinite
+_POSITIVE = f"above 0, at most {_LARGEST:g}", lambda number: 0 < number <= _LARGEST
 _RANGES = {
     **dict.fromkeys(("b1", "b2", "lion.b1", "lion.b2", "muon.momentum", "sophia.b1", "sophia.b2"), _SHARE),
-    "grad_clip": ("a finite number, 0 or more", lambda number: 0 <= number < math.inf),
+    "grad_clip": (f"0 to {_LARGEST:g}", lambda number: 0 <= number <= _LARGEST),
     # Beyond these bounds an update ruins the parameters, and only the next update would show it.
     **dict.fromkeys(("weight_decay", "muon.weight_decay_mult"), ("0 to 100", lambda number: 0 <= number <= 100)),
     "muon.lr_scale": ("above 0, at most 1000", lambda number: 0 < number <= 1000),
