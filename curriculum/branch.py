@@ -250,7 +250,7 @@ def _branching(
         "changes": _changes(trunk, config, saved, at),
         "acts": acts_of(event for event in trunk.events if event["step"] < at),
         "phase_ends": list(_phase_ends(trunk, at, saved)),
-        "data_warnings": saved.get("data_warnings", []),
+        "data_warnings": saved["data_warnings"],
     }
 
 

@@ -16,7 +16,6 @@ from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
 from curriculum.train.resuming.edits import (
     _acts_at_once,
-    _declared,
     _in_words,
     _reason,
     edit_event,
@@ -660,12 +659,6 @@ def test_what_a_set_is_judged_by_is_told_where_the_set_stays():
         "evalsets.sets.stays.every null → 200",
     ]
     assert schedule.segments == whole.segments
-    # A run that was begun before ledgers kept them says nothing of them.
-    saved["settings"] = {key: value for key, value in saved["settings"].items() if not key.startswith("evalsets.")}
-    assert [change["path"] for change in resumed(saved, edited)[2].changes] == [
-        "evalsets.sets.comes",
-        "evalsets.sets.goes",
-    ]
 
 
 def test_a_mapping_is_told_by_what_changed_in_it():
@@ -681,14 +674,6 @@ def test_a_mapping_is_told_by_what_changed_in_it():
         "phases.c.lr.decay_steps 20 → 10",
     ]
     assert edit.changes[1]["now"] == {"web": 0.3, "law": 0.6, "code": 0.2}  # whole, as it was
-
-
-def test_a_run_whose_ledger_keeps_no_settings_goes_on():
-    _, saved = begun()
-    del saved["settings"]
-    assert resumed(saved, BASE)[2].changes == ()
-    edit = resumed(saved, changed(BASE, put("optim.weight_decay", 0.0), put("train.steps", 110)))[2]
-    assert [change["path"] for change in edit.changes] == ["train.steps"]
 
 
 def test_a_clock_in_tokens_counts_the_batches_that_there_were():
@@ -794,8 +779,6 @@ def test_a_new_field_of_a_phase_stands_once_it_is_trained(monkeypatch):
         told = [line for line in anew.how_to_mend(config, contrast, problems) if "window" in line]
         assert len(told) == int(refused) and all(line.startswith("+") and "window: 4" in line for line in told)
         assert anew.draw_alike(was, now, name, {}) is False and anew.draw_alike(was, now, "ab"[name == "a"], {}) is True
-    monkeypatch.setattr("curriculum.train.resuming.edits.SHAPE", anew.SHAPE)
-    assert [p["window"] for p in _declared(saved)["phases"]] == [8, 8, 8]  # of a ledger from before
 
 
 @pytest.mark.parametrize("written", [["a"], ["b"], ["a", "b", "c"]], ids=str)
@@ -829,10 +812,9 @@ def test_the_blocks_of_a_run_stay(edits, path, got):
         f"config: {path}: got {got}, but the run's sources are read in blocks of 8, its longest sequence at the "
         "start; expected 8 as the longest (train.seq_len may stay so while phases have shorter ones)"
     )
-    for ledger in (saved, {key: its for key, its in saved.items() if key != "block_tokens"}):
-        with pytest.raises(InputError) as error:
-            resumed(ledger, changed(BASE, *edits), accept_past=True)
-        assert error.value.problems == (expected,)
+    with pytest.raises(InputError) as error:
+        resumed(saved, changed(BASE, *edits), accept_past=True)
+    assert error.value.problems == (expected,)
 
 
 def test_the_phase_that_had_the_longest_sequence_is_named():
@@ -843,18 +825,8 @@ def test_the_phase_that_had_the_longest_sequence_is_named():
         resumed(saved, changed(base, shaped("c", seq_len=4)))
 
 
-def test_a_ledger_from_before_phases_had_shapes():
+def test_a_phase_ahead_gets_another_shape():
     whole, saved = begun()
-    del saved["block_tokens"], saved["declared"]["train"]["seq_len"], saved["declared"]["optim"]["scale_lr_by_batch"]
-    saved["settings"]["train"]["seq_len"] = LENGTH
-    del saved["settings"]["phases"]
-    for declared in saved["declared"]["phases"]:
-        for key in ("seq_len", "batch_size", "rope_theta"):
-            del declared[key]
-    for segment in saved["segments"]:
-        del segment["rope_theta"], segment["lr_scale"]
-    schedule, _, edit = resumed(saved, BASE)
-    assert schedule == whole and edit.changes == ()
     schedule, _, edit = resumed(saved, changed(BASE, shaped("c", **OTHER)))
     assert [change["path"] for change in edit.changes] == ["phases.c.seq_len", "phases.c.batch_size"]
     assert schedule.segment_at(80).seq_len == 4 and units(schedule, 0, 80) == units(whole, 0, 80)

@@ -48,8 +48,12 @@ def check_between(
 
 def _settings(config: Config) -> dict[str, Any]:
     """By path, what an update depends on besides its batch and learning rate, and what evals and verdicts depend on."""
-    mesh = {f"mesh.{key}": value for key, value in config.to_json()["mesh"].items()}
-    return mesh | _flat(training_settings(config))
+    return _mesh(config) | _flat(training_settings(config))
+
+
+def _mesh(config: Config) -> dict[str, Any]:
+    """The settings that no ledger keeps."""
+    return {f"mesh.{key}": value for key, value in config.to_json()["mesh"].items()}
 
 
 def _flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -60,10 +64,7 @@ def _flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _in_force(trunk: Run, saved: Mapping[str, Any], at: int) -> Iterator[tuple[int, int, Settings]]:
     """(start, end, settings) of each stretch from the ledger's step to `at`, by the settings that the trunk used."""
-    start, settings = saved["step"], _settings(trunk.config)
-    if "settings" in saved:  # what it lacks (the mesh, an option that came later) is the config's
-        own = {path: value for path, value in settings.items() if not path.startswith((_SETS, _PHASES))}
-        settings = own | _flat(saved["settings"])
+    start, settings = saved["step"], _mesh(trunk.config) | _flat(saved["settings"])
     edits = [
         (event["step"], {change["path"]: change["now"] for change in event["changes"]})
         for event in trunk.events

@@ -148,8 +148,8 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
         "passed_over": schedule.passed_over(branch["step"]),
         "until": schedule.phase_end(phase),
         "reason": branch["reason"],
-        "changes": branch.get("changes", []),  # ledgers of earlier branches lack them
-        "warnings": setup.warnings(branch.get("data_warnings", ())),
+        "changes": branch["changes"],
+        "warnings": setup.warnings(branch["data_warnings"]),
     }
 
 

@@ -72,8 +72,7 @@ def train(
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"], saved["step"])
         found = ledger.found_in(setup)
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
-        # Older ledgers do not list the data warnings already shown: all are shown again.
-        changed = edit_event(edit, saved, found, accepted, setup.warnings(saved.get("data_warnings", ())))
+        changed = edit_event(edit, saved, found, accepted, setup.warnings(saved["data_warnings"]))
         rollback = None if under_way is None else going_back.rollback_of(under_way)
         return train_built(setup, directory, resumed, lock, edit=changed, rollback=rollback)
 

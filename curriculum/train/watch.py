@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # a field of Watched that is saved as an array, the rest as JSON
-# Older ledgers have the rise that raised an alarm: there the alarm ends below that rise.
-_FORMERLY = {"first_deltas_B": "recovery_deltas_B"}
 _NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
 _ABOVE_UNTRAINED = "(above the untrained model) "  # and a set's name
 
@@ -268,7 +266,7 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
         kinds = {type(value) for value in values}
         return np.array(values) if kinds == {int} else np.array([number(value) for value in values])
 
-    return {_FORMERLY.get(key, key): array(values) for key, values in memory.items()}
+    return {key: array(values) for key, values in memory.items()}
 
 
 def num_comparisons(setup: Setup, after: int, now: int) -> int:

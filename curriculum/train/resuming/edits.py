@@ -12,7 +12,6 @@ from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.ledger import Found, Problem
 from curriculum.train.resuming.past_edits import (
-    SHAPE,
     Contrast,
     draw_alike,
     field_of,
@@ -74,7 +73,7 @@ def changes_since(config: Config, saved: Mapping[str, Any]) -> list[dict[str, An
 
 def _contrast(config: Config, saved: Mapping[str, Any], step: int) -> Contrast:
     theta = saved["model"].get("rope_theta")
-    was, now = (_without_theta(declared, theta) for declared in (_declared(saved), declaration(config)))
+    was, now = (_without_theta(declared, theta) for declared in (saved["declared"], declaration(config)))
     return Contrast(saved, was, now, step)
 
 
@@ -179,7 +178,7 @@ def _of_blocks(config: Config, saved: Mapping[str, Any]) -> Problem | None:
 
     It is told of where the longest sequence is, or was if that became shorter.
     """
-    longest, block_tokens, was = config.longest_seq_len, ledger.block_tokens(saved), _declared(saved)
+    longest, block_tokens, was = config.longest_seq_len, saved["block_tokens"], saved["declared"]
     if longest == block_tokens:
         return None
     decides, old = max(longest, block_tokens), phases_by_name(was)
@@ -191,31 +190,10 @@ def _of_blocks(config: Config, saved: Mapping[str, Any]) -> Problem | None:
     return f"phases[{at}].seq_len" if by_phase else "train.seq_len", f"got {longest}, but {begun}; {fix}"
 
 
-def _declared(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a ledger's config declares of the schedule; fields that older ledgers lack have their defaults."""
-    declared = saved["declared"]
-    seq_len = declared["train"].get("seq_len", ledger.block_tokens(saved))
-    phases = [{**phase, **{key: phase.get(key, SHAPE[key]) for key in SHAPE}} for phase in declared["phases"]]
-    return {
-        **declared,
-        "train": {**declared["train"], "seq_len": seq_len},
-        "optim": {"scale_lr_by_batch": None, **declared["optim"]},
-        "phases": phases,
-    }
-
-
 def _without_theta(declared: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
     """A declaration in which no phase spells out `theta`, the model's own rope theta and thus the default."""
     own = {"rope_theta": None}
     return {**declared, "phases": [p if p["rope_theta"] != theta else {**p, **own} for p in declared["phases"]]}
-
-
-def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A ledger's settings beside the schedule, without the sequence length that older ledgers have among them."""
-    settings = dict(saved.get("settings", {}))
-    if "train" in settings:
-        settings["train"] = {key: value for key, value in settings["train"].items() if key != "seq_len"}
-    return settings
 
 
 def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
@@ -237,8 +215,8 @@ def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
 
 
 def _changes_of_settings(config: Config, saved: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Of sections on both sides only: older ledgers lack some, and eval sets come and go."""
-    was, now = _settings(saved), training_settings(config)
+    """Of sections on both sides only, since eval sets come and go."""
+    was, now = saved["settings"], training_settings(config)
     return tuple(
         change for section in was if section in now for change in _differing(section, was[section], now[section])
     )

@@ -69,7 +69,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
-        "block_tokens": setup.config.longest_seq_len,
+        "block_tokens": setup.config.longest_seq_len,  # the size of the blocks in which its sources are read
         **scheduled(setup),
         "branched_from": course.branched_from,
         "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in course.plan.sources},
@@ -98,12 +98,6 @@ def scheduled(setup: Setup) -> dict[str, Any]:
 
 def _planned(schedule: Schedule, past: Past) -> dict[str, Any]:
     return {"segments": segments_to_json(schedule.segments), "past_end": past.end, "settled": dict(past.settled)}
-
-
-def block_tokens(saved: Mapping[str, Any]) -> int:
-    """The longest sequence of a run: its sources are read, packed and counted in blocks of that many tokens."""
-    # Older ledgers lack it; their runs had sequences of one length.
-    return saved.get("block_tokens") or max(segment["seq_len"] for segment in saved["segments"])
 
 
 def past_of(saved: Mapping[str, Any]) -> tuple[Segment, ...]:
@@ -157,7 +151,7 @@ def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     changed = [k for k in known if k not in follows and model.get(k) != saved["model"].get(k)]  # null is as if left out
     if changed:
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
-        if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # older runs always predicted padding
+        if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # it is left out if no row is padding
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as before"
         yield "model", f"the architecture of a run cannot change: {got}"
     elif parameters is not None and parameters != were and not follows:
