@@ -307,18 +307,15 @@ class Schedule:
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[dict]:
-    """The segments as plain JSON for `segments_from_json`. In JSON, `first_sequence` is called `skipped`."""
-    names = {"first_sequence": "skipped"}
-    return [{names.get(key, key): value for key, value in asdict(segment).items()} for segment in segments]
+    """The segments as plain JSON for `segments_from_json`."""
+    return [asdict(segment) for segment in segments]
 
 
 def segments_from_json(rows: Sequence[Mapping]) -> tuple[Segment, ...]:
     segments = []
     for row in rows:
-        fields = {"first_sequence" if key == "skipped" else key: value for key, value in row.items()}
-        fields["ramp"] = row["ramp"] and Ramp(**row["ramp"])
-        fields["lr"] = tuple(LrPiece(**piece) for piece in row["lr"])
-        segments.append(Segment(**fields))
+        parts = {"ramp": row["ramp"] and Ramp(**row["ramp"]), "lr": tuple(LrPiece(**piece) for piece in row["lr"])}
+        segments.append(Segment(**{**row, **parts}))
     return tuple(segments)
 
 

@@ -159,7 +159,7 @@ def test_three_bad_batches_in_a_row_are_gone_back_from(place, clean, gone_back):
     assert last_loss(gone_back) == pytest.approx(last_loss(clean), abs=0.1)
     ledger = json.loads((gone_back / "checkpoints/150/ledger/metadata").read_text())
     assert ledger["history"]["rollbacks"] == [{"step": 132, "first_bad_step": 135, "skip_steps": 5}]
-    skipped = [(s["start"], s["end"], s["phase"], s["skipped"]) for s in ledger["segments"]]
+    skipped = [(s["start"], s["end"], s["phase"], s["first_sequence"]) for s in ledger["segments"]]
     assert skipped == [(0, 70, "first", 0), (70, 135, "second", 0), (135, 150, "second", (135 - 70 + 5) * ROWS)]
     # The checkpoint in the middle of the row, and what was recorded after the one gone back to, were set aside.
     assert (gone_back / "superseded/136").is_dir()

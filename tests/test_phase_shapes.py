@@ -238,13 +238,6 @@ def test_parameters_have_the_theta_of_the_phase_that_made_them():
     ]
 
 
-def test_what_a_ledger_without_the_new_fields_says():
-    rows = segments_to_json(resolved().segments)
-    for row in rows:
-        assert row.pop("rope_theta", 0) is None and row.pop("lr_scale") == 1.0
-    assert segments_from_json(rows) == resolved().segments
-
-
 def test_rates_grow_with_the_root_of_the_batch():
     lr = replace(CONSTANT, scale_lr_by_batch="sqrt")
     phases = (

@@ -269,8 +269,6 @@ def open_store(directory: str | Path, key: str | None = None) -> Store:
 def _check_key(path: Path, expected: str) -> None:
     try:
         key = path.read_bytes()
-    except FileNotFoundError:  # a store written by an older version
-        return
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; {DAMAGED}") from error
     if key != expected.encode():

@@ -130,7 +130,7 @@ def gone_back(event: Mapping[str, Any], setup: Setup, step: int) -> tuple[dict[s
     schedule, rest = setup.course.schedule, [change for change in event["changes"] if change not in at_once]
     accepted = event["accepted_past"] and any(change["path"].startswith("sources.") for change in at_once)
     of_schedule = {**event, "changes": rest, "reason": _reason(rest)} if rest else None
-    warnings = [] if rest else event.get("warnings", [])
+    warnings = [] if rest else event["warnings"]
     return of_schedule, _event(step, schedule, schedule, at_once, accepted) | {"passed_over": {}, "warnings": warnings}
 
 
