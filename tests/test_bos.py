@@ -18,7 +18,6 @@ from curriculum.data.pieces import Piece
 from curriculum.data.prepare import find_store, prepare_documents, prepare_folder, prepare_store
 from curriculum.data.sources import SourceConfig
 from curriculum.data.split import split_documents
-from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.train.setup import build
 from evalsets.evalset import cut_windows
@@ -114,9 +113,9 @@ def test_a_store_without_bos_is_not_taken_for_one_with_it(llama3, tmp_path):
     _, tokenizer = llama3
     source = write_rows(tmp_path / "web.jsonl", TEXTS)
     content = content_of("web", source, tmp_path / "store")
-    old = tmp_path / "store/stores" / f"web-{digest(3, content, tokenizer.fingerprint, 'text', None, None)[:16]}"
+    plain = tmp_path / "store/stores" / f"web-{digest(3, content, tokenizer.fingerprint, 'text', None, None)[:16]}"
     store = prepare_store("web", source, tokenizer, tmp_path / "store")
-    assert store.directory.parent == old.parent and store.directory != old
+    assert store.directory.parent == plain.parent and store.directory != plain
     assert store.facts.format_version == 4
     # A packing is found by the content hash, so that is another as well.
     flat = np.concatenate(ids_of(TEXTS, tokenizer, opening=False)).astype("<u2")
@@ -126,10 +125,9 @@ def test_a_store_without_bos_is_not_taken_for_one_with_it(llama3, tmp_path):
     assert without.documents["hash"].tolist() == store.documents["hash"].tolist()
 
 
-def test_where_bos_is_end_of_text_stores_are_what_they_were(tmp_path):
+def test_where_bos_is_end_of_text_stores_have_none_of_their_own(tmp_path):
     source = write_rows(tmp_path / "web.jsonl", ["one two", "three"])
     store = prepare_store("web", source, byte_tokenizer(), tmp_path / "store")
-    # As the version before bos was stored wrote them.
     assert store.directory.name == "web-c1310195e21092f1"
     assert store.facts.content_hash == "f1db0c515129b5cbe6f297edd4f90295" and store.facts.format_version == 3
     assert store.facts.checksums["tokens-00000.bin"] == "5686e1bf764754d84ab177af07dfc965"
@@ -168,22 +166,11 @@ def test_a_flat_file_with_some_bos_holds_them_as_tokens(llama3, tmp_path):
     assert [store.document_tokens(i).tolist() for i in range(2)] == [document[:-1] for document in ids]
 
 
-def test_a_prepared_folder_without_bos_is_taken_as_it_is(llama3, tmp_path):
+def test_a_prepared_folder_has_bos_too(llama3, tmp_path):
     _, tokenizer = llama3
     write_rows(tmp_path / "web.jsonl", TEXTS)
-    new = prepare_folder([str(tmp_path / "web.jsonl")], tokenizer, tmp_path / "new")
-    assert new.stream[:].tolist() == sum(ids_of(TEXTS, tokenizer), [])
-    (tmp_path / "old").mkdir()
-    writer = StoreWriter(tmp_path / "old", tokenizer.dtype_name)
-    for ids, text in zip(ids_of(TEXTS, tokenizer, opening=False), TEXTS, strict=True):
-        writer.add_tokens(np.array(ids))
-        writer.add_text(text.encode())
-        writer.end_document(len(ids))
-    writer.finish("test", tokenizer)
-    old = prepare_store("old", SourceConfig(path=str(tmp_path / "old")), tokenizer, tmp_path / "store")
-    assert old.stream[:].tolist() == sum(ids_of(TEXTS, tokenizer, opening=False), [])
-    for i in range(len(TEXTS)):
-        assert old.document_tokens(i).tolist() == new.document_tokens(i).tolist()
+    store = prepare_folder([str(tmp_path / "web.jsonl")], tokenizer, tmp_path / "new")
+    assert store.stream[:].tolist() == sum(ids_of(TEXTS, tokenizer), [])
 
 
 # --- training -----------------------------------------------------------------------------------------------

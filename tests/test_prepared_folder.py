@@ -1,6 +1,5 @@
 """Prepared folders: made of files or of documents in memory, and read as sources."""
 
-import json
 import tracemalloc
 from dataclasses import replace
 
@@ -150,11 +149,6 @@ def test_what_a_prepared_folder_cannot_follow_is_refused(tmp_path, store_dir):
             with pytest.raises(InputError, match=f"source 'x': {expected}"):
                 find("x", source, byte_tokenizer(), store_dir, chat=template)
     assert find_store("x", SourceConfig(path=str(tmp_path / "text")), byte_tokenizer(), store_dir, SHORT) is not None
-    # A folder written before sidecars had the template is not held against any.
-    sidecar = json.loads((tmp_path / "out" / "store.json").read_text())
-    assert sidecar.pop("chat")["user"] == SHORT.user
-    (tmp_path / "out" / "store.json").write_text(json.dumps(sidecar))
-    assert_by_hand(find_store("x", talks(tmp_path, "out"), byte_tokenizer(), store_dir), byte_tokenizer())
 
 
 def broken():

@@ -43,7 +43,7 @@ def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: C
             f"source {name!r}: format text, but {source.path} was prepared from conversations, where only answers are "
             "scored; set format: messages or completion"
         )
-    saved = store.facts.chat or {}  # empty if the folder holds text or does not record templates
+    saved = store.facts.chat or {}  # empty if the folder holds text
     for role, template in asdict(chat).items():
         if saved.get(role, template) != template:
             raise InputError(

@@ -64,9 +64,9 @@ class StoreFacts:
     num_empty: int  # documents left out because they had no text
     content_hash: str  # xxh3_128 of the documents' hashes in order; of scored marks and OPENED_VERSION if they apply
     shards: list[Shard]
-    num_scored: int | None = None  # tokens in answers; None: all tokens are scored
-    chat: dict[str, str | None] | None = None  # the templates that rendered the conversations, by role
-    checksums: dict[str, str] | None = None  # xxh3_128 of each .bin file in the folder
+    num_scored: int | None  # tokens in answers; None: all tokens are scored
+    chat: dict[str, str | None] | None  # the templates that rendered the conversations, by role
+    checksums: dict[str, str]  # xxh3_128 of each .bin file in the folder
     checksum: str | None = None  # xxh3_128 of the fields above
 
     @property
@@ -136,10 +136,9 @@ class Store:
         for number, shard in enumerate(facts.shards):
             written |= set() if os.path.isabs(shard.path) else {shard.path}
             written |= set() if facts.num_scored is None else {scored_name(number)}
-        checksums = facts.checksums or {}
-        if facts.checksum != facts.own_checksum() or checksums.keys() != written:
+        if facts.checksum != facts.own_checksum() or facts.checksums.keys() != written:
             raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not match its content; {DAMAGED}")
-        for name, expected in checksums.items():
+        for name, expected in facts.checksums.items():
             try:
                 found = file_checksum(self.directory / name)
             except OSError as error:
