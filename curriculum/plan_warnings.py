@@ -158,7 +158,7 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     try:
         own = {section: base.config[section] for section in config.to_json()}
         found, unknown = find_trained_on(config, config_from_json(own), streams, store_dir, tokenizer)
-    except (KeyError, InputError):  # of a config of another version, or of text that changed: the new run needs neither
+    except (KeyError, InputError):  # of a config that is damaged, or of text that changed: the new run needs neither
         found, unknown = {}, list(streams)
     for name, (num_documents, counts) in found.items():
         for source, count in counts.items():

@@ -70,12 +70,12 @@ class Run:
     @property
     def branched_from(self) -> dict[str, Any] | None:
         """{run, step, id, branched_from} of the branch point, None if the run is no branch."""
-        return self.resolved.get("derived", {}).get("branched_from")
+        return self.resolved["derived"].get("branched_from")
 
     @property
     def store_dir(self) -> str:
-        """The token store directory, as given, of the process that last trained the run."""
-        return self.resolved.get("derived", {}).get("store_dir", DEFAULT_STORE_DIR)
+        """The token store directory, as given, of the process that last trained the run; a new branch has none yet."""
+        return self.resolved["derived"].get("store_dir", DEFAULT_STORE_DIR)
 
     @property
     def complete(self) -> dict[str, Any] | None:

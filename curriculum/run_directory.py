@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _OWN_FOLDERS = ("checkpoints", "gold", "kept", "averages", "evals", "superseded", "tokenizer", "tensorboard")
 _OWN_FILES = ("model.json", METRICS, "training_state.json")  # beside the config and the record of events
-_SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # in every resolved config
+# In every resolved config.
+_SECTIONS = tuple("name tokenizer model sources phases evalsets train adaptation command_line derived".split())
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class RunDirectory:
 
     def command_line(self) -> list[str]:
         """The options that earlier commands added to the config of this run, in order."""
-        return self.resolved().get("command_line", []) if self.has_config else []
+        return self.resolved()["command_line"] if self.has_config else []
 
     def resolved(self) -> dict[str, Any]:
         """The run's config with every default filled in, and what was derived from it.

@@ -27,6 +27,9 @@ def make_run(folder, rises):
         "evalsets": {"primary": {"path": "y"}},
         "train": {"steps": 8},
         "optim": {"lr": 1e-3},
+        "adaptation": {},
+        "command_line": [],
+        "derived": {},
     }
     (folder / "config.resolved.json").write_text(json.dumps(config))
     for name in ("events.jsonl", "metrics.jsonl"):

@@ -117,7 +117,7 @@ def find_base(init_from: str | os.PathLike, part: str | tuple[str, ...] = "ledge
     Raises InputError if there is nothing to begin from, and for a run that trained adapters alone.
     """
     base = _find_base(init_from, part)
-    if isinstance(base, Base) and base.config.get("adaptation", {}).get("lora") is not None:
+    if isinstance(base, Base) and base.config["adaptation"]["lora"] is not None:
         raise InputError(
             f"{base.init_from!r} trained adapters only (adaptation.lora), which need the model that it began from; "
             "export it with --format hf --merge, and begin from that folder"

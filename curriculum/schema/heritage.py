@@ -79,10 +79,11 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
     """
     if (own := run_begun_in(continues)) is not None:
         resolved = own.resolved()
-        if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
+        if same_place(resolved["adaptation"]["init_from"], init_from) and own.tokenizer.exists():
             sections = {name: resolved[name] for name in INHERITED}
-            # How the model computes is not what the config last said of it. Older runs did not keep what it was.
-            inherited = resolved.get("derived", {}).get("inherited_model")
+            # How the model computes is not what the config last said of it. A base with a model of its own has no such
+            # section.
+            inherited = resolved["derived"].get("inherited_model")
             if inherited is not None and sections["model"] is not None:
                 sections["model"] = sections["model"] | {name: inherited.get(name) for name in HOW}
             return _heritage_of(own, sections, own.architecture())
