@@ -13,18 +13,23 @@ from curriculum.record.console import Console, program, tensorboard_link
 from curriculum.record.queries import planned_tokens
 from curriculum.record.sentences import verdict
 
+SHAPE = {"batch_size": 4, "seq_len": 1024, "grad_accum": 1, "rope_theta": None, "lr_scale": 1.0}
+UPDATES = {"ramp_steps": 0, **SHAPE}
 PLAN = {
     "total_steps": 75000,
     "tokens_per_step": 4096,
+    "step_sizes": [{"start": 0, "end": 75000, "tokens_per_step": 4096}],
     "phases": [
-        {"name": "foundation", "start": 0, "end": 45000, "mixture": {"web": 0.8, "code": 0.2, "law": 0.0}},
-        {"name": "domain", "start": 45000, "end": 75000, "mixture": {"law": 0.9, "web": 0.1}},
+        {"name": "foundation", "start": 0, "end": 45000, "mixture": {"web": 0.8, "code": 0.2, "law": 0.0}, **UPDATES},
+        {"name": "domain", "start": 45000, "end": 75000, "mixture": {"law": 0.9, "web": 0.1}, **UPDATES},
     ],
+    "learning_rate": [{"piece": {"start": 0, "first": 6e-4, "last": 6e-4}}],
 }
 CONFIG = {
     "name": "example",
     "sources": {"web": {}, "code": {}, "law": {}},
     "evalsets": {"sets": {"general": {}, "domain": {}}},
+    "logging": {"wandb": None},
 }
 
 
@@ -40,7 +45,7 @@ def stamped(name, step, elapsed_s=0.0, tokens=0, **fields):
 
 
 def start():
-    return stamped("training_start", 0, config=CONFIG, model={"num_parameters": 124_400_000}, plan=PLAN)
+    return stamped("training_start", 0, config=CONFIG, model={"num_parameters": 124_400_000}, plan=PLAN, lineage=None)
 
 
 def evaluated(step, elapsed_s, tokens=0, **losses):
@@ -239,6 +244,9 @@ SWITCH = stamped(
     new_phase="law",
     mixture_before={"web": 0.8, "code": 0.2, "law": 0.0, "docs": 0.1},
     mixture_after={"law": 0.9, "web": 0.125, "docs": 0.1},
+    ramp_steps=0,
+    shape_before=SHAPE,
+    shape_after=SHAPE,
     consumed={},
     epochs={},
     lr=3e-4,
@@ -567,6 +575,7 @@ def complete(gold_step, train_steps=75000):
         total_steps=75000,
         train_steps=train_steps,
         total_tokens=7_372_800_000,
+        skipped_updates=0,
         tokens_per_sec=39192.4,
         final_train_loss=None,
         final_val_loss=3.05,

@@ -113,10 +113,10 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
 @pytest.mark.parametrize(
     "facts, interval",
     [
-        ({"documents": 2, "windows": 9}, "0.7294 to 3.2706"),  # t of 1 degree of freedom: 12.706
-        ({"documents": 3, "windows": 19}, "1.5697 to 2.4303"),  # of 2: 4.303
-        ({"documents": 3, "windows": 20}, "1.7907 to 2.2093"),  # 20 blocks, of 19: 2.093
-        ({"documents": 121, "windows": 121}, "1.8020 to 2.1980"),  # of 120: 1.980
+        ({"documents": 2, "windows": 9, "clusters": 2}, "0.7294 to 3.2706"),  # t of 1 degree of freedom: 12.706
+        ({"documents": 3, "windows": 19, "clusters": 3}, "1.5697 to 2.4303"),  # of 2: 4.303
+        ({"documents": 3, "windows": 20, "clusters": 20}, "1.7907 to 2.2093"),  # 20 blocks, of 19: 2.093
+        ({"documents": 121, "windows": 121, "clusters": 121}, "1.8020 to 2.1980"),  # of 120: 1.980
         ({"documents": 121, "windows": 121, "clusters": 3}, "1.5697 to 2.4303"),  # most are copies
     ],
 )
@@ -254,7 +254,7 @@ def test_the_front_matter_is_the_hubs(run_dir):
     ],
 )
 def test_the_base_model_is_named_where_its_path_says_it(tmp_path, init_from, base_model):
-    first = {"init_from": init_from, "kind": "hf", "run": None, "step": None, "lineage": None}
+    first = {"init_from": init_from, "kind": "hf", "keep_optimizer": False, "lineage": None}
     second = {"init_from": "runs/first", "run": "first", "step": 70, "keep_optimizer": False, "lineage": first}
     run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, start={"lineage": second}))
     card = model_card(run, EXPORTED)
@@ -332,7 +332,7 @@ def test_what_cannot_be_known_is_said(run_dir, tmp_path):
 
     (bare / "training_state.json").write_text("{}")
     mean = dataclasses.replace(EXPORTED, step=100, weights=Weights.parse("mean:domain"), tokens_drawn=None)
-    assert "training_state.json: has no step, phase, tokens_drawn" in model_card(load_run(bare), mean)
+    assert "training_state.json: has no step, phase, tokens_drawn, consumed" in model_card(load_run(bare), mean)
 
     for name in ("events.jsonl", "metrics.jsonl"):
         (bare / name).unlink()
@@ -368,7 +368,7 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
     assert "begins with the token that preceded every document of the evals." in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
     assert "names a checkpoint of a run" not in peft
-    bases = {"hf": {"init_from": "pretrained", "kind": "hf", "lineage": None}}
+    bases = {"hf": {"init_from": "pretrained", "kind": "hf", "keep_optimizer": False, "lineage": None}}
     bases["placed"] = {**bases["hf"], "init_from": "/models/pretrained"}
     bases["run"] = {"init_from": "runs/a b/gold/70", "run": "a", "step": 70, "keep_optimizer": False, "lineage": None}
     told = {}

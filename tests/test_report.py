@@ -70,7 +70,15 @@ def rich(tmp_path_factory):
         },
         detectable={"law": 0.0213},
         averages={"ema": lambda step: 2.5, "phase_mean": lambda step: 2.6},
-        start={"lineage": {"init_from": "runs/base", "run": "runs/base", "step": 7, "lineage": None}},
+        start={
+            "lineage": {
+                "init_from": "runs/base",
+                "run": "runs/base",
+                "step": 7,
+                "keep_optimizer": False,
+                "lineage": None,
+            }
+        },
         complete={"transfer": TRANSFER},
     )
 
@@ -416,8 +424,9 @@ def test_thirty_phases_have_numbers_where_names_do_not_fit(tmp_path):
 
 def test_text_of_the_run_is_escaped(tmp_path):
     evil = '<script>alert("x")</script> & $x^2$ --'
+    lineage = {"init_from": "base", "run": evil, "step": 7, "keep_optimizer": False, "lineage": None}
     path = write_run(tmp_path / evil.replace("/", "_"), {"val": lambda step: 3.0, "law": lambda step: 3.0},
-                     more={80: [("gold_blocked", {**BLOCKED, "reason": evil})]}, start={"lineage": {"run": evil}})  # fmt: skip
+                     more={80: [("gold_blocked", {**BLOCKED, "reason": evil})]}, start={"lineage": lineage})  # fmt: skip
     page = report([load_run(path), load_run(path)])
     checked = Checked(page)
     assert "script" not in {name for name, _ in checked.tags}

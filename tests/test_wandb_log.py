@@ -27,6 +27,7 @@ PLAN = {
         {"name": "domain", "start": 6, "end": 12, "mixture": {"web": 0.25, "law": 0.75}},
     ],
 }
+SHAPE = {"batch_size": 1, "seq_len": 64, "grad_accum": 1, "rope_theta": None, "lr_scale": 1.0}
 CONFIG = {"name": "example", "seed": 7, "optim": {"lr": 6e-4, "allow_jump": False}, "phases": PLAN["phases"]}
 OFFLINE = WandbConfig(project="tests", entity="team", mode="offline", tags=("a", "b"))
 
@@ -119,7 +120,8 @@ def train(record, start, end):
             record.event("eval", step, lr=1e-4, phase=phase["name"], eval_duration_s=0.5, **evals)
         if step == 6:
             record.event("phase_switch", 6, from_phase="foundation", new_phase="domain", lr=1e-4,
-                         mixture_before={"web": 1.0, "law": 0.0}, mixture_after={"web": 0.25, "law": 0.75})  # fmt: skip
+                         mixture_before={"web": 1.0, "law": 0.0}, mixture_after={"web": 0.25, "law": 0.75},
+                         ramp_steps=0, shape_before=SHAPE, shape_after=SHAPE)  # fmt: skip
 
 
 COMPLETE = {
@@ -225,7 +227,7 @@ def test_what_goes_on_and_was_not_logged_so_far_is_logged_from_its_beginning(tmp
     assert [step for step, _ in curve(history, "phase_switch")] == [6]
 
 
-def test_what_an_older_record_lacks_and_a_broken_row_end_no_training(tmp_path):
+def test_a_row_that_lacks_a_field_and_a_broken_one_end_no_training(tmp_path):
     """The rest is logged; of a file with a line that is broken, none."""
     record = begin(tmp_path, settings=None)
     train(record, 0, 8)
@@ -234,8 +236,8 @@ def test_what_an_older_record_lacks_and_a_broken_row_end_no_training(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     del rows[1]["mixture"]
     rows[2]["phase"] = "a former name"
-    older = "".join(json.dumps(row) + "\n" for row in rows)
-    for content, steps in ((older, [2, 8, 10, 12]), (older + "{\n", [10, 12])):
+    lacking = "".join(json.dumps(row) + "\n" for row in rows)
+    for content, steps in ((lacking, [2, 8, 10, 12]), (lacking + "{\n", [10, 12])):
         (tmp_path / "metrics.jsonl").write_text(content)
         record = resume(tmp_path, {**offsets, "metrics.jsonl": len(content)}, 8)
         train(record, 8, 12)

@@ -71,14 +71,21 @@ def write_run(
         },
         check_paths=False,
     ).to_json()
-    described = [{"name": n, "start": s, "end": e, "mixture": dict(m), "ramp_steps": 0} for n, s, e, m in phases]
-    plan = {"total_steps": total, "tokens_per_step": tokens_per_step, "num_parameters": 1000, "phases": described}
-    sizes_of_step = [(s, e, tokens_per_step) for _, s, e, _ in phases]
-    if shapes is not None:
-        described[:] = [{**phase, **shapes[phase["name"]]} for phase in described]
-        sizes_of_step = [(p["start"], p["end"], p["batch_size"] * p["seq_len"]) for p in described]
-        step_sizes = [{"start": s, "end": e, "tokens_per_step": n} for s, e, n in sizes_of_step]
-        plan |= {"tokens_per_step": None, "step_sizes": step_sizes}
+    shape = {"batch_size": 1, "seq_len": tokens_per_step, "grad_accum": 1, "rope_theta": None, "lr_scale": 1.0}
+    shape_of = {n: {**shape, **(shapes or {}).get(n, {})} for n, *_ in phases}
+    described = [
+        {"name": n, "start": s, "end": e, "mixture": dict(m), "ramp_steps": 0, **shape_of[n]} for n, s, e, m in phases
+    ]
+    sizes_of_step = [(p["start"], p["end"], p["batch_size"] * p["seq_len"]) for p in described]
+    plan = {
+        "total_steps": total,
+        "tokens_per_step": tokens_per_step if shapes is None else None,
+        "step_sizes": [{"start": s, "end": e, "tokens_per_step": n} for s, e, n in sizes_of_step],
+        "num_parameters": 1000,
+        "phases": described,
+        "learning_rate": [{"start": 0, "end": total, "piece": {"start": 0, "first": 1e-3, "last": 1e-3}, "scale": 1.0}],
+        "lineage": None,
+    }
 
     def tokens_at(step: int) -> int:
         return sum(max(min(e, step) - s, 0) * n for s, e, n in sizes_of_step)
@@ -89,7 +96,7 @@ def write_run(
     (path / "config.yaml").write_text("name: written\n")
 
     record = Record(path, tokens_at)
-    facts = {"documents": 25, "windows": 50, "tokens": 750, "bytes": 3000}
+    facts = {"documents": 25, "clusters": 25, "windows": 50, "tokens": 750, "bytes": 3000}
     record.event(
         "training_start",
         0,
@@ -102,8 +109,9 @@ def write_run(
             "primary" if n == "val" else n: {**facts, "content_hash": (hashes or {}).get(n, f"hash-of-{n}")}
             for n in losses
         },
-        **{"warnings": [], **(start or {})},
+        **{"lineage": None, "warnings": [], **(start or {})},
     )
+    skipped = dict.fromkeys(("skipped_updates", "skipped_nonfinite", "skipped_outliers"), 0)
     drawn, left = dict.fromkeys(sources, 0), 0  # left: passed over, of each source
     steps = sorted({0, *range(0, last + 1, every), *(e for _, _, e, _ in phases if e <= last), last})
     for step in steps:
@@ -118,7 +126,8 @@ def write_run(
                     "loss": train_loss(step, "all"),
                     **{f"loss_{s}": train_loss(step, s) if mixture.get(s) else None for s in sources},
                     "grad_norm": 1.0 + 1 / step,
-                    "skipped_updates": 0,
+                    **skipped,
+                    "tokens_per_sec": None,
                     "lr": 1e-3 * (1 - step / (2 * total)),
                     "phase": phase,
                     "mixture": {s: mixture.get(s, 0.0) for s in sources},
@@ -146,7 +155,9 @@ def write_run(
                 consumed={s: n + left for s, n in drawn.items()},
                 epochs={s: (n + left) / sizes[s] for s, n in drawn.items()},
                 lr=1e-3,
-                **({} if shapes is None else {"passed_over": dict.fromkeys(sources, 7)}),
+                shape_before=shape_of[phase],
+                shape_after=shape_of[phases[i + 1][0]],
+                passed_over={} if shapes is None else dict.fromkeys(sources, 7),
             )
             left += 0 if shapes is None else 7
         for event, fields in (more or {}).get(step, ()):
@@ -154,7 +165,7 @@ def write_run(
     state = {"step": last, "phase": phase, "tokens_drawn": drawn, "consumed": {s: n + left for s, n in drawn.items()}}
     (path / "training_state.json").write_text(json.dumps(state))
     if until is None:
-        record.event("training_complete", total, total_steps=total, **(complete or {}))
+        record.event("training_complete", total, **{"total_steps": total, "train_steps": total, **(complete or {})})
     record.close()
     return path
 

@@ -85,7 +85,7 @@ class Board:
         for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
             self._writer(str(folder.relative_to(self._folder)))
         there = list(dropwhile(lambda e: e["step"] < step, (e for e in read_events(self._run_dir) if e != event)))
-        # A row that is broken was told of as the run was taken up; older records lack some fields.
+        # A row that is broken was told of as the run was taken up. What else is damaged ends no training either.
         passed_over = suppress(InputError, KeyError, TypeError, ValueError)
         with passed_over:
             row = last_row(self._run_dir)
@@ -126,7 +126,7 @@ class Board:
             case "generation":
                 write(_MAIN, [_text("generation", _samples_markdown(event))])
             case "training_complete":
-                transfer = event.get("transfer") or {"sets": {}}
+                transfer = event["transfer"]
                 table = [_text("transfer", _transfer_markdown(transfer))] if transfer["sets"] else []
                 write(_MAIN, [_session_end(wall_time), *table])
 
@@ -172,7 +172,7 @@ def _wall_time(event: dict[str, Any]) -> float:
 
 def _phase_switch_markdown(event: dict[str, Any]) -> str:
     before, after = event["mixture_before"], event["mixture_after"]
-    ramp = f" a ramp of {event['ramp_steps']} steps" if event.get("ramp_steps") else ""
+    ramp = f" a ramp of {event['ramp_steps']} steps" if event["ramp_steps"] else ""
     lines = [
         f"**{event['from_phase']} → {event['new_phase']}** at step {event['step']}, lr {event['lr']:.2e}",
         *(["", "; ".join(moves)] if (moves := shape_moves(event)) else []),

@@ -168,7 +168,7 @@ class Console:
         return f": {self._resume_command(step, longer)}" if self._resume_command else ""
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
-        if skipped := event.get("skipped_updates", 0):
+        if skipped := event["skipped_updates"]:
             were = "was" if skipped == 1 else "were"
             yield f"{skipped} of {event['total_steps']} updates {were} skipped: {skipped_why(skipped_counts(event))}"
         yield (
@@ -271,8 +271,8 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     num_parameters, num_trained = (event["model"].get(key) for key in ("num_parameters", "num_trained"))
     trained = "" if num_trained is None else f", {_count(num_trained, 10)} of them trained"
     yield f"{config['name']}: {_count(num_parameters, 10)} parameters{trained}, {_steps(plan['total_steps'])}"
-    if lineage := event.get("lineage"):
-        yield f"  {beginning(lineage)}"
+    if event["lineage"]:
+        yield f"  {beginning(event['lineage'])}"
     yield f"  run        {run_dir}"
     yield f"  sources    {first_of([*config['sources']], _MANY_NAMES)}"
     yield f"  eval sets  {first_of(sets, _MANY_NAMES)}"
@@ -281,10 +281,10 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     shapes = shapes_of(plan["phases"])
     for phase, shape in zip(plan["phases"], shapes, strict=True):
         bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
-        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase.get("ramp_steps") else ""
+        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase["ramp_steps"] else ""
         mixture = _mixture(phase["mixture"]) + ramp
         yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
-    if (wandb := config.get("logging", {}).get("wandb")) and wandb["mode"] == "offline":
+    if (wandb := config["logging"]["wandb"]) and wandb["mode"] == "offline":
         folder = shlex.quote(str(run_dir / "wandb"))
         yield f"  wandb      offline, {folder}; later: {program('wandb')} sync {folder}/offline-run-*"
     yield from _warnings(event)

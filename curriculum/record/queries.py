@@ -5,7 +5,6 @@ Imports neither jax nor numpy, so that looking at a run is quick.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -70,7 +69,7 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 def documents_are_few(facts: Mapping[str, Any]) -> bool:
     """Whether a set has so few documents that its standard errors are over blocks of their windows."""
-    return facts.get("documents", math.inf) < facts.get("clusters", 0)
+    return facts["documents"] < facts["clusters"]
 
 
 def content_hashes(events: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str | None]:
@@ -120,7 +119,7 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
             case "eval_recovered":
                 for o in event["offenders"]:
                     standing.pop((o["set"], o["baseline"]), None)
-            case "resume" | "rollback" if "evalsets" in event:
+            case "resume" | "rollback":
                 measured = measured_sets([event])
                 standing = {key: o for key, o in standing.items() if o["set"] in measured}
     return [
@@ -132,8 +131,6 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
 
 def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
     """Token slots of the first `step` updates, by the `plan` of a run's record."""
-    if "step_sizes" not in plan:  # all updates of the run have the same size
-        return step * plan["tokens_per_step"]
     return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in plan["step_sizes"])
 
 
@@ -142,23 +139,23 @@ def longer_from(plan: Mapping[str, Any], steps: Iterable[int]) -> int | None:
 
     After the decay, going on would make the learning rate jump up again.
     """
-    *_, last = plan.get("learning_rate") or [None]
-    falls = last is not None and last["piece"]["last"] < last["piece"]["first"]
-    return max((step for step in steps if not falls or step <= last["piece"]["start"]), default=None)
+    last = plan["learning_rate"][-1]["piece"]
+    falls = last["last"] < last["first"]
+    return max((step for step in steps if not falls or step <= last["start"]), default=None)
 
 
 def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The shapes of each phase's updates in words; empty if the run has a single shape or its record tells none."""
+    """The shapes of each phase's updates in words; empty if the run has a single shape."""
     words = []
     for phase in phases:
         turns = [f"from step {turn['step']:,} {_shape_text(turn)}" for turn in phase.get("reshaped", ())]
-        words.append([_shape_text(phase), *turns] if "seq_len" in phase else [])
+        words.append([_shape_text(phase), *turns])
     several = len({shape for shapes in words for shape in shapes}) > 1
     return [", ".join(shapes) if several else "" for shapes in words]
 
 
 def _shape_text(shape: Mapping[str, Any]) -> str:
-    theta = shape.get("rope_theta")
+    theta = shape["rope_theta"]
     turned = "" if theta is None else f", rope theta {theta:,.10g}"
     return f"{shape['batch_size']:,} x {shape['seq_len']:,}{turned}"
 
@@ -200,31 +197,30 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     `tokens` are those that the phase's updates up to `step` read, by source. `epochs` are how far each source is used
     up since the run's start, as `max_epochs` counts, including what a rollback or a change of length passed over. Both
     come from the phase switches, and for the running phase from `training_state.json`, whose `step` is that of the last
-    checkpoint. Switches of older records lack `tokens_drawn`: there, tokens passed over count as read.
+    checkpoint.
 
     With `at`, the (phase, step, tokens drawn by then) of a checkpoint's ledger, only what was read up to that step; the
     last row then has no `epochs`. Raises InputError if `training_state.json` is damaged.
     """
-    sizes = {name: source.get("tokens_per_epoch") for name, source in source_facts(run.events).items()}
+    sizes = {name: source["tokens_per_epoch"] for name, source in source_facts(run.events).items()}
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
     switches = [event for event in run.events if event["event"] == "phase_switch"]
-    marks = [(e["from_phase"], e["step"], e.get("tokens_drawn", e["consumed"]), e["consumed"]) for e in switches]
+    marks = [(e["from_phase"], e["step"], e["tokens_drawn"], e["consumed"]) for e in switches]
     last_step = max(event["step"] for event in run.events)  # a dip confirmed later has its own step
     path = run.directory.path / "training_state.json"
     if at is not None:
         marks = [*(mark for mark in marks if mark[1] < at[1]), (*at, {})]
     elif path.exists():
         state = read_json(path)
-        if missing := [key for key in ("step", "phase", "tokens_drawn") if key not in state]:
+        if missing := [key for key in ("step", "phase", "tokens_drawn", "consumed") if key not in state]:
             raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it again")
         # After a resume from an older step the file may be of a later step that was superseded.
         if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
-            drawn = state["tokens_drawn"]
-            marks.append((state["phase"], state["step"], drawn, state.get("consumed", drawn)))
+            marks.append((state["phase"], state["step"], state["tokens_drawn"], state["consumed"]))
     rows, before = [], {}
     for phase, step, drawn, consumed in _trained(marks):
         tokens = {name: num for name, n in drawn.items() if (num := n - before.get(name, 0)) > 0}
-        epochs = {name: n / sizes[name] for name, n in consumed.items() if n and sizes.get(name)}
+        epochs = {name: n / sizes[name] for name, n in consumed.items() if n and sizes[name]}
         rows.append({"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs})
         before = drawn
     return rows

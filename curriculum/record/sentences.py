@@ -19,7 +19,7 @@ def verdict(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "phase_switch":
             switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
-            ramp = [f"over {event['ramp_steps']} steps"] if event.get("ramp_steps") else []
+            ramp = [f"over {event['ramp_steps']} steps"] if event["ramp_steps"] else []
             return " | ".join([switch, *_moves(event), *ramp, *shape_moves(event), f"lr {event['lr']:.2e}"])
         case "schedule_edit":
             edit = f"schedule edit at step {step}: {event['reason']}"
@@ -93,7 +93,7 @@ def skipped_counts(line: dict[str, Any]) -> dict[str, int]:
 
 def skipped_why(skipped: dict[str, int]) -> str:
     """The reasons of skipped updates, each with its count."""
-    nonfinite, outliers = skipped.get("skipped_nonfinite", 0), skipped.get("skipped_outliers", 0)
+    nonfinite, outliers = skipped["skipped_nonfinite"], skipped["skipped_outliers"]
     reasons = {
         "not finite": nonfinite,
         "with a loss or gradient norm far above the recent ones": outliers,
@@ -131,17 +131,16 @@ def share_moves(shares: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def shape_moves(event: dict[str, Any]) -> list[str]:
     """The changes that a phase switch makes to the shape of updates, and what it passes over for them."""
-    before, after = event.get("shape_before", {}), event.get("shape_after", {})
     moves = []
     for key, name in _SHAPE_NAMES.items():
-        was, now = before.get(key), after.get(key)
+        was, now = event["shape_before"][key], event["shape_after"][key]
         if was != now:
             moves.append(f"{name} {_of_shape(was)} → {_of_shape(now)}")
     return [*moves, *_left_out(event)]
 
 
 def _left_out(event: dict[str, Any]) -> list[str]:
-    """What a switch or an edit passes over, to begin with a whole sequence."""
+    """What a switch or an edit passes over, to begin with a whole sequence; a raised share passes over nothing."""
     left = event.get("passed_over", {})
     told = ", ".join(largest(left, lambda source: f"{source} {left[source]:,}"))
     return [f"passed over {told} tokens"] if told else []

@@ -179,7 +179,7 @@ class WandbLog:
 
     def _log_before(self, event: dict[str, Any]) -> None:
         """Log what the record has from before an event."""
-        # A line that is broken was told of as the run was taken up; older records lack some fields.
+        # A line that is broken was told of as the run was taken up. What else is damaged ends no training either.
         passed_over = suppress(InputError, KeyError, TypeError, ValueError)
         before = []
         for read in (read_metrics, read_events):

@@ -89,7 +89,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             }
             for phase in phases
         ],
-        "lineage": {"init_from": start.get("lineage"), "branched_from": run.branched_from},
+        "lineage": {"init_from": start["lineage"], "branched_from": run.branched_from},
         "gold": None
         if gold is None
         else {
@@ -127,7 +127,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "text": text_of(run, name),
             "warned": name in warned and name.partition("@")[0] in measured,
             "still_measured": name.partition("@")[0] in measured,
-            "few_documents": documents_are_few(about.get(name.partition("@")[0], {})),
+            "few_documents": documents_are_few(about[name.partition("@")[0]]),
         }
     return evals
 
@@ -230,9 +230,8 @@ def _commands(run: Run) -> dict[str, str]:
 
 def ended_early_of(run: Run) -> int | None:
     """The steps that were asked for, if an exhausted source ended the run before; else None."""
-    complete = run.complete or {}
-    asked = complete.get("train_steps", 0)
-    return asked if asked > complete.get("total_steps", asked) else None
+    complete = run.complete
+    return complete["train_steps"] if complete and complete["train_steps"] > complete["total_steps"] else None
 
 
 def _longer_needs_jump(run: Run) -> bool:

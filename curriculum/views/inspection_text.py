@@ -133,15 +133,15 @@ def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
     branch = lineage["branched_from"]
     while branch:
         lines.append(f"branched from {branch['run']} at step {branch['step']:,}")
-        branch = branch.get("branched_from")
+        branch = branch["branched_from"]
     base = lineage["init_from"]
     while base:
-        what = "parameters and optimizer state" if base.get("keep_optimizer") else "parameters"
+        what = "parameters and optimizer state" if base["keep_optimizer"] else "parameters"
         step = "" if base.get("step") is None else f", step {base['step']:,}"
-        where, name = base.get("init_from"), base.get("run")
-        named = where if where and name in (None, where) else f"{where} ({name})" if where else name
+        where, name = base["init_from"], base.get("run")
+        named = where if name in (None, where) else f"{where} ({name})"
         lines.append(f"{what} from {named}{step}")
-        base = base.get("lineage")
+        base = base["lineage"]
     return lines
 
 
@@ -161,7 +161,7 @@ def offender(o: Mapping[str, Any]) -> str:
 
     A standing alarm also has the step at which the rise was measured, and the set's last loss if that is newer.
     """
-    delta, interval = number(o["delta"]), o.get("interval") or (None, None)
+    delta, interval = number(o["delta"]), o["interval"]
     risen = f" ({signed(delta)}, 95 % {signed(interval[0])} to {signed(interval[1])})"
     if delta is not None and not math.isfinite(delta):  # the losses show it
         risen = ""

@@ -93,7 +93,7 @@ def _base_model(run: Run) -> str | None:
     while lineage is not None:
         if named := _HUB_CACHE.search(f"{lineage.get('init_from') or ''}/".replace("\\", "/")):
             return f"{named[1]}/{named[2]}"
-        lineage = lineage.get("lineage")
+        lineage = lineage["lineage"]
     return None
 
 
@@ -275,4 +275,4 @@ def _not_known(run: Run, unknown: Iterable[str]) -> list[str]:
 
 def _beginning(run: Run) -> dict[str, Any] | None:
     """The run's lineage, which says where its first parameters come from; None if from its own seed."""
-    return run.start.get("lineage") if run.events else run.resolved["derived"].get("lineage")
+    return run.start["lineage"] if run.events else run.resolved["derived"]["lineage"]

@@ -32,7 +32,6 @@ from curriculum.views.compare import paired
 from curriculum.views.inspection import edits_of, tolerance_of
 from curriculum.views.inspection_text import by_eval, mixture_text, offender_in
 from curriculum.weights import Weights
-from evalsets.metrics import count_clusters
 from evalsets.student import student_quantile
 
 _HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "diverged")
@@ -65,7 +64,7 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
                 phase["name"],
                 f"{phase['start']:,} to {min(phase['end'], step):,}"
                 + (f" of {phase['end']:,}" if step < phase["end"] else "")
-                + (f", a ramp over the first {phase['ramp_steps']:,}" if phase.get("ramp_steps") else ""),
+                + (f", a ramp over the first {phase['ramp_steps']:,}" if phase["ramp_steps"] else ""),
                 mixture_text({**phase, "edits": edits}, lambda share: f"{share:.4g}"),
                 ", ".join(f"{name} {num:,}" for name, num in tokens.items()) or "not known",
             )
@@ -138,9 +137,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             continue
         interval = "-"
         if last.sem is not None and num_windows:
-            # Older records, which count a copy as a document of its own, do not have it.
-            num_clusters = facts.get("clusters") or count_clusters(num_documents, num_windows)
-            half = float(student_quantile(0.025, num_clusters - 1)) * last.sem
+            half = float(student_quantile(0.025, facts["clusters"] - 1)) * last.sem
             interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
         if name in worse:
             regressed = f"regressed against its {' and '.join(worse[name])}"

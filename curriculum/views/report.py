@@ -230,7 +230,7 @@ def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], d
     course += [(row["step"], 0, row["mixture"]) for row in run.metrics]
     for event in run.events:
         if event["event"] == "phase_switch":
-            after = event["mixture_before"] if event.get("ramp_steps") else event["mixture_after"]
+            after = event["mixture_before"] if event["ramp_steps"] else event["mixture_after"]
             course += [(event["step"], 1, event["mixture_before"]), (event["step"], 2, after)]
         elif event["event"] == "schedule_edit" and event["mixture_before"] != event["mixture_after"]:
             course += [(event["step"], 3, event["mixture_before"]), (event["step"], 4, event["mixture_after"])]

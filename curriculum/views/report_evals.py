@@ -162,7 +162,7 @@ def log(run: Run) -> Markup:
                     what = tag("span", "▲ regression", class_="bad")
                     new, still = new_offenders(event)
                     lines = [offender_in(event, o) + _mixture_change(o) for o in by_eval(new)] + still
-                    lines += [f"action: {event['action']}"] if event.get("action") else []
+                    lines += [f"action: {event['action']}"] if event["action"] else []
                 case "eval_recovered":
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
                 case "checkpoint_failed":
@@ -205,7 +205,7 @@ def _after_colon(event: Mapping[str, Any]) -> str:
 
 
 def _mixture_change(o: Mapping[str, Any]) -> str:
-    moves = share_moves(o.get("mixture_change") or {})
+    moves = share_moves(o["mixture_change"])
     return f"; mixture since: {', '.join(moves)}" if moves else ""
 
 
@@ -285,7 +285,7 @@ def _start(value: Any, first: EvalPoint) -> Markup:
 
 
 def _change(told: Mapping[str, Any]) -> Markup:
-    low, high = map(number, told.get("interval") or (None, None))
+    low, high = map(number, told["interval"] or (None, None))
     known = low is not None and high is not None and math.isfinite(high - low)
     span = Markup("<br>") + tag("small", f"[{signed(low)}, {signed(high)}]") if known else ""
     return tag("td", signed(told["value"]), span, class_="n heat")

@@ -22,14 +22,14 @@ def began_at(run: Run, base: Run) -> int | None:
     if _begun(base) > _begun(run):
         return None
     path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
-    lineage = run.start.get("lineage")
+    lineage = run.start["lineage"]
     while lineage and path != wanted:
         if lineage.get("run") == base.resolved["name"]:
             given = Path(base_directory(lineage)).expanduser()
             places = ((folder / given).resolve() for folder in (*path.parents, Path()))
             if wanted == next((place for place in places if RunDirectory(place).has_config), None):
                 return lineage["step"]
-        lineage = lineage.get("lineage")
+        lineage = lineage["lineage"]
     return None
 
 
