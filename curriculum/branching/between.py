@@ -71,7 +71,8 @@ def _in_force(trunk: Run, saved: Mapping[str, Any], at: int) -> Iterator[tuple[i
         if event["event"] == "schedule_edit" and event["kind"] == "config" and event["step"] >= start
     ]
     if trunk.branched_from is not None and trunk.branched_from["step"] > start:
-        # The record of a branch does not say what it changed at its branch step: all that no edit accounts for.
+        # What a branch changed at its branch step is all that no edit accounts for: the event of the branching leaves
+        # out the settings of a set that it added.
         last = settings | {path: value for _, changed in edits for path, value in changed.items()}
         now = _settings(trunk.config)
         gone = dict.fromkeys(_sets(last) - _sets(now))

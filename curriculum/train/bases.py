@@ -41,7 +41,7 @@ def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base
     base = found_by_first(partial(found_again, lineage), parts)
 
     def check_weights() -> None:
-        if isinstance(base, HfBase) and (found := hf_fingerprint(base.folder)) != lineage.get("fingerprint", found):
+        if isinstance(base, HfBase) and hf_fingerprint(base.folder) != lineage["fingerprint"]:
             raise InputError(f"{base.folder}: holds other weights than when the run began")
 
     from_first(check_weights)

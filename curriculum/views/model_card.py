@@ -91,7 +91,7 @@ def _base_model(run: Run) -> str | None:
     """The hub name of the model that the lineage goes back to; None unless a path in the hub's cache proves it."""
     lineage = _beginning(run)
     while lineage is not None:
-        if named := _HUB_CACHE.search(f"{lineage.get('init_from') or ''}/".replace("\\", "/")):
+        if named := _HUB_CACHE.search(f"{lineage['init_from']}/".replace("\\", "/")):
             return f"{named[1]}/{named[2]}"
         lineage = lineage["lineage"]
     return None

@@ -61,7 +61,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
     past = _past(contrast, changes)
     if at is None and config.train.rollback is not None:  # only a rollback returns to an earlier plan
-        raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved.get("before_raised", ())]
+        raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved["before_raised"]]
         past = replace(past, before_raised=tuple((at, _past(before, changes)) for at, before in raised))
     return Edit(step, changes + others, past, tuple(problems))
 
