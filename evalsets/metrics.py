@@ -98,18 +98,12 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
     is_copy_N = document_N < 0
     _, cluster_W = np.unique(document_N[~is_copy_N], return_inverse=True)  # of the W windows that repeat none
     num_windows, num_documents, kind = len(cluster_W), int(cluster_W.max(initial=-1)) + 1, "documents"
-    num = count_clusters(num_documents, num_windows)
-    if num > num_documents:
-        cluster_W, kind = np.arange(num_windows) * num // num_windows, "blocks"
+    if num_documents < MIN_CLUSTERS <= num_windows:
+        cluster_W, kind = np.arange(num_windows) * MIN_CLUSTERS // num_windows, "blocks"
     cluster_N = np.empty(len(document_N), np.int64)
     cluster_N[~is_copy_N] = cluster_W
     cluster_N[is_copy_N] = cluster_N[~document_N[is_copy_N]]
     return cluster_N, kind
-
-
-def count_clusters(num_documents: int, num_windows: int) -> int:
-    """How many groups `clusters` makes of a set without copies, in which each document has at least one window."""
-    return MIN_CLUSTERS if num_documents < MIN_CLUSTERS <= num_windows else num_documents
 
 
 def clustered_ratio(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
