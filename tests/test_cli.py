@@ -431,7 +431,7 @@ def test_an_output_that_the_disk_does_not_take_exits_with_2(folder):
         done = subprocess.run(
             [CURRICULUM, "plan", "c.yaml"], cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True
         )
-    told = "the output cannot be written: No space left on device; free disk space, or write it to another place"
+    told = "cannot write: No space left on device; free disk space, or write to another place"
     assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
 
 

@@ -146,8 +146,8 @@ def run_command() -> None:
     except OSError as error:
         if error.errno not in DISK_ERRORS or error.filename is not None:
             raise
-        discard(sys.stdout)  # at its exit Python would try to write the rest
-        _refuse([f"the output cannot be written: {error.strerror}; free disk space, or write it to another place"])
+        discard(sys.stdout)  # mostly it was that; at its exit Python would try to write the rest
+        _refuse([f"cannot write: {error.strerror}; free disk space, or write to another place"])
 
 
 def _refuse(problems: Sequence[str], details: Sequence[str] = ()) -> NoReturn:
