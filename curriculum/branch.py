@@ -19,7 +19,7 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there, checkpoint_steps, read_ledger, undamaged
 from curriculum.model.model import Model
 from curriculum.record.console import resume_command
-from curriculum.record.events import check_offsets
+from curriculum.record.events import EVENTS, check_offsets
 from curriculum.record.queries import acts_of
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
@@ -101,7 +101,8 @@ def branch(
     if step == at:  # else the console shows them with the edit, when the branch reaches `at`
         print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
     known = len(newest["history"]["rollbacks"])
-    told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at, known)]
+    since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
+    told = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]
     with _while_there(checkpoint), made_whole(directory, trunk.directory) as made:
         copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
     with RunLock(directory.path) as lock:
@@ -138,8 +139,13 @@ def _while_there(checkpoint: Path) -> Iterator[None]:
         raise
 
 
-def _came_after(event: Mapping[str, Any], at: int, known_rollbacks: int) -> bool:
-    """Whether an event at a checkpoint's step was recorded after it was saved, and applies to a branch at `at` too.
+def _num_lines(path: Path, num_bytes: int) -> int:
+    with open(path, "rb") as file:
+        return file.read(num_bytes).count(b"\n")
+
+
+def _applies(event: Mapping[str, Any], at: int, known_rollbacks: int) -> bool:
+    """Whether an event that was recorded after the checkpoint of its step was saved applies to a branch at `at` too.
 
     The first `known_rollbacks` of the trunk apply; one that no later checkpoint knows the branch comes to by itself.
     """
@@ -268,6 +274,8 @@ def _changes(trunk: Run, config: Config, saved: Mapping[str, Any], at: int) -> l
 
 def _phase_ends(trunk: Run, at: int, saved: Mapping[str, Any]) -> Iterator[tuple[int, list[int]]]:
     """(step, phase ends) in order: the phase ends as the trunk planned them up to that step. The last step is `at`."""
+    if at == 0:  # nothing was trained or measured before
+        return
     planned = (saved["branched_from"] or {"phase_ends": []})["phase_ends"]
     since = planned[-1][0] if planned else 0
     plans = [event for event in trunk.events if "plan" in event and event["step"] < at]

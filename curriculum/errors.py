@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:
     """`no such key; did you mean ...? (keys: ...)`, with the closest known name, or else up to 3 that begin with it."""
-    known, near = list(known), nearest(name, known)
+    near = nearest(name, known := list(known))
     meant = [near] if near else [other for other in known if name and other.startswith(name)]
     hint = f"; did you mean {' or '.join(map(repr, meant))}?" if 0 < len(meant) <= 3 else ""
     return f"no such {what}{hint} ({what}s: {', '.join(sorted(known))})"

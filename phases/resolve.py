@@ -280,10 +280,10 @@ def _first_ahead(
         raise ScheduleError([(f"phases[{again[0]}].name", message)])
     if first == len(names) and end < total_steps:
         if lasts(first - 1):  # as where a phase was renamed while under way, and has its former name again
-            message = (
-                f"{names[first - 1]!r} was trained before {trained[-1]!r}, which ends at step {end}; name this phase "
-                f"{trained[-1]!r} to go on with it, or give it a new name"
-            )
+            fix = "give this phase another name"
+            if trained[-1] not in names:
+                fix += f", or name it {trained[-1]!r} to go on with that phase"
+            message = f"{names[first - 1]!r} was trained before {trained[-1]!r}, which ends at step {end}; {fix}"
             raise ScheduleError([(f"phases[{first - 1}].name", message)])
         message = (
             f"no phase after the trained ones lasts beyond step {end}, up to which the schedule is fixed; add one, or "

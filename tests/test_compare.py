@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -377,7 +378,11 @@ def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path
 
 
 def lineage(init_from, step, before=None, run="written"):
-    return {"init_from": init_from, "run": run, "step": step, "keep_optimizer": False, "lineage": before}
+    started_at = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {
+        "init_from": init_from, "run": run, "started_at": started_at, "step": step, "keep_optimizer": False,
+        "lineage": before,
+    }  # fmt: skip
 
 
 def begun(path, init_from, step, before=None, loss=2.0, books=None, **rest):
@@ -483,6 +488,11 @@ def test_a_run_that_only_looks_like_the_base_is_none(tmp_path, monkeypatch):
     hf = {"init_from": "runs/base", "kind": "hf", "model_type": "llama", "keep_optimizer": False, "lineage": None}
     of_folder = write_run(tmp_path / "one/runs/d", {"val": lambda step: 3.0}, start={"lineage": hf})
     assert began_at(load_run(of_folder), load_run(base)) is None
+    mid = {**lineage("runs/mid", 60, lineage("runs/base", 40), run="mid"), "started_at": "2000-01-01T00:00:00+00:00"}
+    leaf = write_run(tmp_path / "one/runs/leaf", {"val": lambda step: 3.0}, start={"lineage": mid})
+    assert began_at(load_run(leaf), load_run(base)) is None  # the base of `mid` was older than `mid`
+    assert began_at(load_run(begun(tmp_path / "one/runs/late", "runs/mid", 60, mid["lineage"])), load_run(base)) == 40
+
     with (tmp_path / "one/runs/base/events.jsonl").open("r+") as record:  # as if it were trained anew since
         first, *others = [json.loads(line) for line in record]
         record.seek(0)

@@ -230,8 +230,9 @@ def test_a_branch_takes_over_what_its_trunk_passed_over(place, tmp_path, monkeyp
     trained(place, tmp_path / "trunk", data)
     (rollback,) = [e for e in load_run(tmp_path / "trunk").events if e["event"] == "rollback"]
     assert rollback["step"] == 15 and found
-    for at in (18, 25):  # the checkpoints are those of step 15, which knows of no rollback, and of 25
-        branch(tmp_path / "trunk", at, tmp_path / f"at{at}", store_dir=place / "store")
+    # The checkpoints are those of step 15, which knows of no rollback, and of 25; the last is the branch of a branch.
+    for trunk, at in (("trunk", 18), ("trunk", 25), ("at18", 19)):
+        branch(tmp_path / trunk, at, tmp_path / f"at{at}", store_dir=place / "store")
         assert state_of(tmp_path / f"at{at}", 30) == state_of(tmp_path / "trunk", 30)
         (told,) = [e for e in load_run(tmp_path / f"at{at}").events if e["event"] == "rollback"]
         assert without_clock([told]) == without_clock([rollback])
@@ -522,6 +523,14 @@ def test_a_run_that_begins_anew_after_a_resume_begins_with_what_it_began_with(ad
     run = load_run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "rollback"] == [0] and run.complete["total_steps"] == 16
     assert (first, begun_with) == run.evals()[0] == (0, load_run(adapted / "base").evals()[-1][1])
+
+
+def test_a_branch_at_the_very_start_is_the_run_itself(adapted, tmp_path):
+    worse = begun_with_base(adapted, 12) | {"optim": {"lr": 1.0, "schedule": "constant"}}
+    tiny_train(adapted, tmp_path / "run", **worse)
+    assert (tmp_path / "run/gold/0").exists()
+    branch(tmp_path / "run", 0, tmp_path / "new", store_dir=adapted / "store")
+    assert state_of(tmp_path / "new", 12) == state_of(tmp_path / "run", 12)
 
 
 def test_another_run_at_the_place_of_the_one_it_began_from_is_refused(adapted):

@@ -890,7 +890,7 @@ def test_a_past_that_cannot_stand_before_what_is_declared():
             (replace(a, until="end"),),
             {},
             "phases[0].name",
-            "'a' was trained before 'b', which ends at step 45; name this phase 'b' to go on with it, or give it",
+            "'a' was trained before 'b', which ends at step 45; give this phase another name, or name it 'b' to go",
         ),
     ):
         ((where, message),) = after_problems(past, *phases, **kwargs)

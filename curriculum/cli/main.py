@@ -18,7 +18,7 @@ import click
 
 from curriculum.cli.lasting import lasting
 from curriculum.errors import InputError, is_out_of_memory, nearest
-from curriculum.record.append import DISK_ERRORS, discard
+from curriculum.record.append import DISK_ERRORS, discard, tell
 
 _TAKES_LESS = (
     "`curriculum plan CONFIG` estimates the device memory of an update; a higher train.grad_accum, model.remat, a "
@@ -153,9 +153,9 @@ def run_command() -> None:
 def _refuse(problems: Sequence[str], details: Sequence[str] = ()) -> NoReturn:
     """Exit with 2 after saying what is wrong with the user's input or machine."""
     for problem in problems:
-        print(f"error: {_one_line(problem)}", file=sys.stderr)
+        tell(f"error: {_one_line(problem)}")
     for line in details:
-        print(f"  {_one_line(line)}".rstrip(), file=sys.stderr)
+        tell(f"  {_one_line(line)}".rstrip())
     sys.exit(2)
 
 

@@ -17,24 +17,19 @@ def began_at(run: Run, base: Run) -> int | None:
 
     A lineage names its base by the path as it was given, relative to the folder where training was started. The path
     is resolved against each folder above `run`, then against the working folder; the first that holds a run counts,
-    unless that run was begun after `run` itself.
+    unless that run was begun after the one that would have begun with its parameters.
     """
-    if _begun(base) > _begun(run):
-        return None
     path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
-    lineage = run.start["lineage"]
+    its_start = datetime.fromisoformat(base.start["timestamp"])
+    began, lineage = run.start["timestamp"], run.start["lineage"]
     while lineage and path != wanted:
-        if lineage.get("run") == base.resolved["name"]:
+        if lineage.get("run") == base.resolved["name"] and its_start <= datetime.fromisoformat(began):
             given = Path(base_directory(lineage)).expanduser()
             places = ((folder / given).resolve() for folder in (*path.parents, Path()))
             if wanted == next((place for place in places if RunDirectory(place).has_config), None):
                 return lineage["step"]
-        lineage = lineage["lineage"]
+        began, lineage = lineage.get("started_at"), lineage["lineage"]  # a folder has neither
     return None
-
-
-def _begun(run: Run) -> datetime:
-    return datetime.fromisoformat(run.start["timestamp"])
 
 
 def shared_past(first: Run, second: Run) -> int | None:
