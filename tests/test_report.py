@@ -674,6 +674,9 @@ def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.resolved.json"])
 def test_a_file_that_is_no_report_is_not_replaced(tmp_path, name):
     run_dir = write_run(tmp_path / "run", {"val": lambda step: windows(3 - step / 200)})
+    (tmp_path / "empty.jsonl").touch()  # as the rows of a run that has just begun
+    with pytest.raises(InputError, match="empty.jsonl: exists and is not an HTML page"):
+        write_report([run_dir], tmp_path / "empty.jsonl")
     before = (run_dir / name).read_bytes()
     with pytest.raises(InputError, match=f"{name}: exists and is not an HTML page; expected a new file or an earlier"):
         write_report([run_dir], run_dir / name)

@@ -84,7 +84,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
 def _is_page(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(100)
-    return not start or start.lstrip().lower().startswith(b"<!doctype html")
+    return (not start and path.suffix == ".html") or start.lstrip().lower().startswith(b"<!doctype html")
 
 
 def report(runs: Sequence[Run]) -> str:
