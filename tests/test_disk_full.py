@@ -250,6 +250,7 @@ def test_an_error_that_is_not_the_disk_s_is_raised(tmp_path):
     ("error", "shown"),
     [
         (RuntimeError("cannot schedule new futures after interpreter shutdown"), False),
+        (RuntimeError("cannot schedule new futures after shutdown"), False),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (FileNotFoundError(errno.ENOENT, "gone", "checkpoints/.saving/2/params"), False),
         (FileNotFoundError(errno.ENOENT, "gone", "elsewhere"), True),

@@ -25,9 +25,9 @@ def quiet_failed_saves() -> None:
 
 
 def _of_write(record: logging.LogRecord) -> bool:
-    """Whether it is about a write that nobody waited for: the disk refused it, or its folder or Python was gone."""
+    """Whether it is of a write that nobody waited for: the disk refused it, or its folder, loop or Python was gone."""
     error = record.exc_info and record.exc_info[1]
     late = isinstance(error, FileNotFoundError) and ".saving" in str(error.filename)
-    at_exit = isinstance(error, RuntimeError) and "interpreter shutdown" in str(error)
+    at_end = isinstance(error, RuntimeError) and str(error).startswith("cannot schedule new futures after")
     of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    return "os_error_code" in record.getMessage() or late or at_exit or of_disk
+    return "os_error_code" in record.getMessage() or late or at_end or of_disk
