@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, any_steps, no_such_source, short
 from phases.schedule import Phase, SourceSupply
@@ -22,7 +22,7 @@ class ScheduleError(ValueError):
         super().__init__("\n".join(f"{path}: {message}" for path, message in problems))
 
 
-def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[str, str]]:
+def check_phases(phases: Sequence[Phase], sources: Collection[str]) -> list[tuple[str, str]]:
     """What is wrong with the phases on their own, before any step is resolved: (path, message) pairs."""
     problems: list[tuple[str, str]] = []
     if not phases:

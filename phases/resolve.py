@@ -48,7 +48,7 @@ def resolve(
     numbers, unread = read_numbers(curriculum, sizes_to_come)
     largest = max([curriculum.batch_size, *(declared.batch_size for declared in numbers.phases)])
     longest = max([curriculum.seq_len, *(declared.seq_len for declared in numbers.phases)])
-    problems = check_phases(curriculum.phases, list(supplies)) + check_lengths(curriculum.phases, curriculum.seq_len)
+    problems = check_phases(curriculum.phases, supplies) + check_lengths(curriculum.phases, curriculum.seq_len)
     problems += check_bounds(supplies, total_steps, largest, longest)
     problems += _check_past(past, total_steps, longest) + unread
     if problems:

@@ -6,9 +6,9 @@ and those that were passed over.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -92,9 +92,14 @@ class Ramp:
         return moved * self.mass_ratio / (1 - moved + moved * self.mass_ratio)
 
 
+# Quotas are cached, as a segment is made again and again; less of ramps, whose tables are large.
+@lru_cache(maxsize=256)
+def _constant(mixture: frozenset[tuple[str, float]]) -> Quotas:
+    return Quotas(dict(mixture))
+
+
 @lru_cache(maxsize=64)
 def _ramped(mixture: frozenset[tuple[str, float]], ramp: Ramp, batch_size: int) -> Quotas:
-    """The quotas of a ramp; cached, as their tables are large and a segment is made again and again."""
     return Quotas(dict(mixture), ramp.from_mixture, ramp.progress, batch_size)
 
 
@@ -128,9 +133,8 @@ class Segment:
 
     @cached_property
     def quotas(self) -> Quotas:
-        if self.ramp is None:
-            return Quotas(self.mixture)
-        return _ramped(frozenset(self.mixture.items()), self.ramp, self.batch_size)
+        mixture = frozenset(self.mixture.items())
+        return _constant(mixture) if self.ramp is None else _ramped(mixture, self.ramp, self.batch_size)
 
     def mixture_at(self, step: int) -> dict[str, float]:
         """Proportions during `step`, the update that yields step + 1."""
@@ -169,10 +173,15 @@ class Segment:
         positions = self.first_sequence + (np.asarray(steps, np.int64) - self.start) * self.batch_size
         return self.cursors[name] + self.quotas.count(name, positions) * self.seq_len
 
-    def read_after(self, before: Mapping[str, int], step: int) -> dict[str, int]:
-        """Tokens read of each of the segment's sources after `step` updates, given those read `before` the segment."""
-        cursors = self.cursors_over([self.start, min(step, self.end)])
-        return {n: before[n] + int(cursors[n][1] - cursors[n][0]) for n in self.quotas.sources}
+    def read_by(self, step: int) -> dict[str, int]:
+        """Tokens that the segment's updates before `step` read of each of its sources."""
+        before, after = self.cursors_at(self.start), self.cursors_at(step)
+        return {name: after[name] - before[name] for name in self.quotas.sources}
+
+    @cached_property
+    def read_whole(self) -> dict[str, int]:
+        """`read_by` of all its updates."""
+        return self.read_by(self.end)
 
     def ramp_steps_done(self, step: int) -> int:
         """Ramp steps taken before `step`. The segment must have a ramp."""
@@ -205,7 +214,18 @@ class Segment:
 
     def cursors_at(self, step: int) -> dict[str, int]:
         """`cursors_over` for one step, as plain ints."""
-        return {name: int(tokens) for name, tokens in self.cursors_over(step).items()}
+        return dict(self._cursors_at_end) if step == self.end else self._cursors_at(step)
+
+    @cached_property
+    def _cursors_at_end(self) -> dict[str, int]:
+        return self._cursors_at(self.end)
+
+    def _cursors_at(self, step: int) -> dict[str, int]:
+        position = self.first_sequence + (step - self.start) * self.batch_size
+        if position == 0:
+            return dict(self.cursors)
+        counts = zip(self.quotas.sources, self.quotas.counts(position).tolist(), strict=True)
+        return self.cursors | {name: self.cursors[name] + count * self.seq_len for name, count in counts}
 
 
 @dataclass(frozen=True)
@@ -244,15 +264,20 @@ class Schedule:
         return {name: after[name] - before[name] for name in after}
 
     def _read_up_to(self, step: int) -> dict[str, int]:
-        i = max(bisect_left(self._starts, step) - 1, 0)
-        return self._read_before[i] | self.segments[i].read_after(self._read_before[i], step)
+        if step >= self.total_steps:
+            return self._read_before[-1]
+        i = bisect_right(self._starts, step) - 1
+        before = self._read_before[i]
+        if step == self._starts[i]:
+            return before
+        return before | {name: before[name] + tokens for name, tokens in self.segments[i].read_by(step).items()}
 
     @cached_property
     def _read_before(self) -> list[dict[str, int]]:
-        """Tokens of each source read before each segment; cached, because every checkpoint asks for them."""
+        """Tokens of each source read before each segment and, last, by all; every checkpoint asks for them."""
         read = [dict.fromkeys(self.segments[0].cursors, 0)]
-        for segment in self.segments[:-1]:
-            read.append(read[-1] | segment.read_after(read[-1], segment.end))
+        for segment in self.segments:
+            read.append(read[-1] | {name: read[-1][name] + tokens for name, tokens in segment.read_whole.items()})
         return read
 
     def passed_over(self, step: int) -> dict[str, int]:
@@ -307,8 +332,16 @@ class Schedule:
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[dict]:
-    """The segments as plain JSON for `segments_from_json`."""
-    return [asdict(segment) for segment in segments]
+    """The segments as plain JSON for `segments_from_json`. The rows share what they hold with the segments."""
+    return [
+        {**_fields_of(s), "ramp": s.ramp and _fields_of(s.ramp), "lr": [_fields_of(piece) for piece in s.lr]}
+        for s in segments
+    ]
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    """`asdict` without copies of what the fields hold, which would take most of the time of a ledger's entry."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
 def segments_from_json(rows: Sequence[Mapping]) -> tuple[Segment, ...]:

@@ -96,7 +96,7 @@ def _check_readable(path, location):
 
 
 def _check_schedule(v):
-    yield from check_phases(v["phases"], list(v["sources"]))
+    yield from check_phases(v["phases"], v["sources"])
 
 
 def _check_evalsets(v):
