@@ -21,8 +21,9 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.train import divergence, trainer
+from curriculum.train import divergence
 from curriculum.train.bases import base_again
+from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
@@ -301,7 +302,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("where", ["before the record is cut", "after it"])
 def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_path, monkeypatch, where):
     data, run_dir = config_data(place / "noisy", **ROLLBACK), tmp_path / "run"
-    begin, knobs = trainer.BestCheckpoints.__init__, Course.knobs
+    begin, knobs = BestCheckpoints.__init__, Course.knobs
 
     def dies_or(call):
         def called(self, *arguments):
@@ -315,7 +316,7 @@ def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_pa
         if where == "after it":
             patch.setattr(Course, "knobs", dies_or(knobs))
         else:
-            patch.setattr(trainer.BestCheckpoints, "__init__", dies_or(begin))
+            patch.setattr(BestCheckpoints, "__init__", dies_or(begin))
         with pytest.raises(Killed):
             trained(place, run_dir, data)
     kept = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from curriculum.record.wandb_log import WandbLog
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory, write_tokenizer
 from curriculum.train import fields
-from curriculum.train.averages import set_aside_means_after
-from curriculum.train.checkpoints.best import BadGolds, bad_golds
+from curriculum.train.averages import adopt_parts, set_aside_means_after
+from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints, bad_golds
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.history import History
 from curriculum.train.processes.together import check_in_each, count, from_first, is_first
 from curriculum.train.processes.unwritten import Unwritten
 from curriculum.train.results import Results
+from curriculum.train.resuming.going_back import Rollback
 from curriculum.train.resuming.opening import damaged
 from curriculum.train.resuming.resumed import Resumed
 from curriculum.train.setup import Setup
@@ -94,12 +95,27 @@ def writable(directory: RunDirectory) -> Iterator[None]:
 
 
 def take_up(
-    directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
+    directory: RunDirectory,
+    lock: RunLock,
+    checkpoints: Checkpoints,
+    resumed: Resumed | None,
+    rollback: Rollback | None,
 ) -> list[dict[str, Any]]:
     """Lock a directory that had no run to lock before, and move damaged checkpoints to `superseded/`.
 
-    Returns {step, why, moved_to} of each of them. Raises InputError if another process has begun a run here.
+    `rollback`: the one that was under way; without it nothing may be left of one. Returns {step, why, moved_to} of each
+    damaged checkpoint. Raises InputError if another process has begun a run here, or not all see the directory.
     """
+    moved = from_first(lambda: _locked(directory, lock, checkpoints, resumed))
+    check_shared(lock)
+    if rollback is None and is_first():
+        directory.going_back.unlink(missing_ok=True)
+    return moved
+
+
+def _locked(
+    directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
+) -> list[dict[str, Any]]:
     directory.check_folders()
     if not lock.held:
         lock.take()
@@ -144,13 +160,31 @@ def check_shared(lock: RunLock) -> None:
     check_in_each(unseen)
 
 
-def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: History) -> None:
-    """Bring the directory to the state of the checkpoint at step `last`, whose `history` is given.
+def directory_as_of(
+    setup: Setup,
+    directory: RunDirectory,
+    checkpoints: Checkpoints,
+    resumed: Resumed | None,
+    history: History,
+    bad: BadGolds,
+) -> BestCheckpoints:
+    """Bring the directory to what the run continues from, whose `history` and bad golds are given; return its golds.
 
-    What was measured after it is moved away, and the config, model and tokenizer that continue from there are written.
-    Even at `last` a set may have been measured after the checkpoint: one that was added when the run was taken up
-    there.
+    What came after it is moved away, and the config, model and tokenizer that continue from there are written. The
+    record is cut back after that: otherwise a kill could leave checkpoints newer than the record.
     """
+    last = -1 if resumed is None else resumed.step
+    if resumed is not None:
+        checkpoints.adopt(resumed.folder)
+        adopt_parts(setup.config, directory, checkpoints, resumed.step)
+    checkpoints.set_aside_after(last)
+    best = BestCheckpoints(directory, last, bad)
+    from_first(lambda: _files_as_of(setup, directory, last, history))
+    return best
+
+
+def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: History) -> None:
+    """Even at step `last` a set may have been measured after the checkpoint: one added when it was taken up there."""
     directory.set_aside_evals_after(last)
     Results(directory).keep_only(last, history.watch.measured_at(last))
     set_aside_means_after(directory, last)
@@ -159,10 +193,12 @@ def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: H
     write_tokenizer(directory, setup.corpus.tokenizer)
 
 
-def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None) -> Record:
+def record_as_of(
+    setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None, at_end: ExitStack
+) -> Record:
     """The record, cut back to what the run continues from.
 
-    `record` is the one that this process already has open; None: it is opened.
+    `record` is the one that this process already has open; None: it is opened, and closed by `at_end`.
     """
     offsets = {EVENTS: 0, METRICS: 0} if resumed is None else resumed.ledger["offsets"]
     if record is not None:
@@ -183,4 +219,6 @@ def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None,
     ]
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-    return Record.resume(directory.path, offsets, tokens_at, elapsed_before_s, views)
+    record = Record.resume(directory.path, offsets, tokens_at, elapsed_before_s, views)
+    at_end.callback(record.close)
+    return record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,7 @@ from curriculum.model.model import Model
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, taking_up
-from curriculum.train.averages import adopt_parts, averages_at
-from curriculum.train.checkpoints.best import BestCheckpoints
+from curriculum.train.averages import averages_at
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.judge import Verdict, decide_gold, judge
@@ -87,7 +87,9 @@ def train_built(
     rollback: Rollback | None = None,
     begins_branch: bool = False,
 ) -> dict[str, Any]:
-    """Train a run whose parts are built: begin it, or continue it from `resumed`. Closes `setup`.
+    """Train a run whose parts are built: begin it, or continue it from `resumed`, rolling back if it diverges.
+
+    Returns its `training_complete` event, and closes `setup`.
 
     `lock` is already held if the directory holds a run; otherwise it is taken here. `edit`: the `schedule_edit` event
     of what the config changed on resume. `rollback`: the one that was under way when the run was ended.
@@ -97,68 +99,46 @@ def train_built(
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
-    try:
-        return _run(setup, directory, checkpoints, resumed, lock, edit, rollback, begins_branch)
-    finally:
-        setup.close()
-        checkpoints.close()
+    with ExitStack() as at_end:
+        at_end.callback(checkpoints.close)
+        at_end.callback(setup.close)
+        if resumed is not None:
+            if complete := from_first(lambda: taking_up.finished(setup, directory, checkpoints, resumed, edit)):
+                return complete
+        stop = at_end.enter_context(StopSignals())
+        record, damaged = None, None
+        edits = [*(() if rollback is None else rollback.edits), *([] if edit is None else [edit])]
+        while True:
+            step = None if resumed is None else resumed.step
+            state, history, bad = taking_up.state_as_of(setup, directory, resumed)
+            if rollback is not None:
+                history = replace(history, rollbacks=rollback.rollbacks)
+            with taking_up.writable(directory):
+                if record is None:  # at first
+                    damaged = taking_up.take_up(directory, lock, checkpoints, resumed, rollback)
+                best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
+                record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
+            with best, leaving_on_error():
+                run = Running(setup, directory, record, checkpoints, best, state, history)
+                on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
+                try:
+                    return _train(run, step, on, stop)
+                except GoingBack as going:
+                    rollback = going.rollback
+            del run, state  # frees the memory before another state is restored
+            resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
+            with taking_up.writable(directory):
+                from_first(partial(going_back.write, setup, directory, resumed, rollback))
 
 
-def _run(
-    setup: Setup,
-    directory: RunDirectory,
-    checkpoints: Checkpoints,
-    resumed: Resumed | None,
-    lock: RunLock,
-    edit: Mapping[str, Any] | None,
-    rollback: Rollback | None,
-    begins_branch: bool,
+def _train(
+    run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]], stop: StopSignals
 ) -> dict[str, Any]:
-    """Begin or continue the run of a directory, rolling back if it diverges; return its `training_complete` event."""
-    if resumed is not None:
-        if complete := from_first(lambda: taking_up.finished(setup, directory, checkpoints, resumed, edit)):
-            return complete
-    record, damaged = None, None
-    edits = [*(() if rollback is None else rollback.edits), *([] if edit is None else [edit])]
-    with StopSignals() as stop:
-        try:
-            while True:
-                step = None if resumed is None else resumed.step
-                state, history, bad = taking_up.state_as_of(setup, directory, resumed)
-                if rollback is not None:
-                    history = replace(history, rollbacks=rollback.rollbacks)
-                last = -1 if step is None else step
-                with taking_up.writable(directory):
-                    if damaged is None:  # at first
-                        damaged = from_first(partial(taking_up.take_up, directory, lock, checkpoints, resumed))
-                        taking_up.check_shared(lock)
-                        if rollback is None and is_first():
-                            directory.going_back.unlink(missing_ok=True)
-                    if resumed is not None:
-                        checkpoints.adopt(resumed.folder)
-                        adopt_parts(setup.config, directory, checkpoints, resumed.step)
-                    # Before the record is cut back: otherwise a kill could leave checkpoints newer than the record.
-                    checkpoints.set_aside_after(last)
-                    best = BestCheckpoints(directory, last, bad)
-                    from_first(partial(taking_up.directory_as_of, setup, directory, last, history))
-                    record = taking_up.record_as_of(setup, directory, resumed, record)
-                with best, leaving_on_error():
-                    run = Running(setup, directory, record, checkpoints, best, state, history)
-                    try:
-                        on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
-                        worse = _begin(run, step, on)
-                        run.stop = stop
-                        decide_gold(run, step or 0)
-                        return _loop(run, step or 0, worse)
-                    except GoingBack as going:
-                        rollback = going.rollback
-                del run, state  # frees the memory before another state is restored
-                resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
-                with taking_up.writable(directory):
-                    from_first(partial(going_back.write, setup, directory, resumed, rollback))
-        finally:
-            if record is not None:
-                record.close()
+    """Train from the beginning, or from `resumed_step`, to the end; `resumption` is as in `_begin`."""
+    first, worse = resumed_step or 0, _begin(run, resumed_step, resumption)
+    run.stop = stop
+    decide_gold(run, first)
+    return _loop(run, first, worse)
 
 
 def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]]) -> Sequence[str]:
