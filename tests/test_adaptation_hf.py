@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -267,6 +268,27 @@ def test_the_shape_and_the_tokenizer_of_a_folder_that_is_gone_on_resume(folder):
     byte_tokenizer().save("other")
     with pytest.raises(InputError, match="tokenizer.path: 'elsewhere' does not exist"):
         load_config("run.yaml", [sections[0], "tokenizer={kind: hf, path: elsewhere}"], continues="run")
+
+
+def test_the_shape_of_a_folder_that_has_changed_on_resume(folder):
+    sections = ["model={from: hf, d_ff: 40}", "tokenizer={kind: hf, path: hf}"]
+    train(load_config("run.yaml", [*sections, "train.steps=1"]), "run", store_dir="store")
+    way_on = "; restore it, or move hf away: the run then goes on with the model that it has"
+    shape = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps(shape | {"intermediate_size": 48}))  # of which the run has its own
+    assert load_config("run.yaml", sections, continues="run").model.d_ff == 40
+    Path("hf/config.json").write_text(json.dumps(shape | {"intermediate_size": 48, "rms_norm_eps": 0.5}))
+    with pytest.raises(InputError) as told:
+        load_config("run.yaml", sections, continues="run")
+    got = f"norm_eps 0.5 (was {CONFIG.norm_eps})"
+    (problem,) = told.value.problems
+    assert problem.endswith(f"model.from: hf/config.json: the architecture of a run cannot change: {got}{way_on}")
+    assert load_config("run.yaml", sections).model.norm_eps == 0.5  # of a new run
+    Path("hf/config.json").unlink()
+    with pytest.raises(InputError, match="model.from: hf/config.json: is missing; .*" + re.escape(way_on)):
+        load_config("run.yaml", sections, continues="run")
+    Path("hf").rename("away")
+    assert load_config("run.yaml", sections, continues="run").model.norm_eps == CONFIG.norm_eps
 
 
 def test_a_run_comes_before_a_folder_of_weights(folder):

@@ -321,6 +321,13 @@ def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, 
     assert commands["train longer"] == f"{call}, with more train.steps"
     with pytest.raises(InputError, match=r"continue a branch begun there: train\(load_config\("):
         branch(run_dir, 2, run_dir, make_model=lambda _: bigram(matrices))
+    without_it = build_config(config_data(text_folder, model=None), continues=run_dir)
+    for start in (
+        lambda: train(without_it, run_dir, resume="latest", store_dir=stores),
+        lambda: branch(run_dir, 2, tmp_path / "branch", overrides=["model=null"], store_dir=stores),
+    ):
+        with pytest.raises(InputError, match=r"model: got null, as of a run .*; do this from Python, with make_model="):
+            start()
 
 
 def test_the_call_that_goes_on_with_a_model_of_ones_own_changes_nothing(tmp_path, text_folder, matrices):

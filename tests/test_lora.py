@@ -426,7 +426,11 @@ def test_without_its_base_it_does_not_go_on(copied, how):
         f"adaptation.init_from: '{copied / 'base'}' is gone (paths are relative to the working folder); expected step 2"
         " of run tiny that the run began from" in told
     )
-    assert "adapters only" in told and told.endswith("restore it from a copy")
+    assert "adapters only" in told
+    assert told.endswith("; move or link it back to that path, or restore it from a copy")
+    (copied / "base").mkdir()
+    told = without_its_base(copied, how)
+    assert f"'{copied / 'base'}' holds no run any more: its config.resolved.json is missing" in told
 
 
 @pytest.mark.parametrize("how", GONE)

@@ -79,7 +79,7 @@ class Continuation:
         """The text that newly drawn ids add; ids after its end are ignored."""
         for id_ in ids:
             if self.whole is None:
-                self._add(id_, tokenizer)
+                self._add(int(id_), tokenizer)
         held = 0 if self.whole else max((_begun(self._text, stop) for stop in self._stop), default=0)
         shown = self._text[self._num_shown : len(self._text) - held]
         self._num_shown += len(shown)

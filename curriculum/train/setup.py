@@ -115,7 +115,7 @@ def build(
     schedule that the config does not decide. `branched_from`: what a branch remembers of its trunk. `trained`: the
     step that the run goes on from. Raises InputError, also if the processes of the run do not agree.
     """
-    config = _with_model(config, make_model)
+    config = _with_model(config, make_model, continues=bool(trained))
     start = start or Start()
     added_flags = tune_device(config.train.deterministic)
     check_platform()
@@ -162,14 +162,17 @@ def build(
     return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices, str(store_dir))
 
 
-def _with_model(config: Config, make_model: Callable[[int], Model] | None) -> Config:
+def _with_model(config: Config, make_model: Callable[[int], Model] | None, continues: bool) -> Config:
     """The config with the `model` section of what is trained: null for a custom model.
 
     Raises InputError if there is no model, or if the config asks for what a custom model cannot have.
     """
     if make_model is None:
         if config.model is None:
-            raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
+            message = "got null and no other model; name a preset, or call train(make_model=...)"
+            if continues:
+                message = "got null, as of a run with a custom model; do this from Python, with make_model=..."
+            raise config.error([("model", message)])
         return config
     if config.adaptation.lora is not None:
         raise config.error([("adaptation.lora", NO_ADAPTERS)])

@@ -74,7 +74,8 @@ def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
         try:
             return found_again(lineage, part)
         except InputError as error:
-            problems = (f"{problem}: {ADAPTERS_ALONE}; restore it from a copy" for problem in error.problems)
+            fix = "move or link it back to that path, or restore it from a copy"
+            problems = (f"{problem}: {ADAPTERS_ALONE}; {fix}" for problem in error.problems)
             raise config.error(("adaptation.init_from", problem) for problem in problems) from None
 
     return found_by_first(find, ("ledger/", "params/"))
@@ -119,5 +120,6 @@ def _checkpoint(given: str, step: int, part: str | tuple[str, ...]) -> Base:
     runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
     run = next((run for run in runs if run.has_config), None)
     if run is None:
-        raise InputError(f"{given!r} is gone (paths are relative to the working folder)")
+        what = "holds no run any more: its config.resolved.json is missing" if path.exists() else "is gone"
+        raise InputError(f"{given!r} {what} (paths are relative to the working folder)")
     return Base(given, run, *find_checkpoint(run, step, option="step", part=part))
