@@ -10,7 +10,7 @@ from curriculum.config import Config
 from curriculum.model.presets import HOW
 from curriculum.schema.adaptation import with_replay
 from phases.checks import ScheduleError
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Schedule, Segment, SourceSupply, cut

@@ -11,7 +11,7 @@ import numpy as np
 
 from phases.checks import ScheduleError
 from phases.clocks import EpochGoal
-from phases.curriculum import Declared
+from phases.declared import Declared
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from phases.checks import ScheduleError
 from phases.clocks import any_steps
-from phases.curriculum import Curriculum, Numbers
+from phases.declared import Curriculum, Numbers
 from phases.lr import LrPiece, LrSchedule, PhaseSpan, Standing, first_jump, lr_pieces, lr_scale
 from phases.schedule import Schedule, Segment
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from phases.checks import ScheduleError
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.resolve import resolve
 from phases.schedule import Schedule, Segment, cut
 

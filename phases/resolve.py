@@ -9,7 +9,7 @@ from dataclasses import replace
 from phases.caps import ends_at_cap, phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
 from phases.clocks import TokenGoal, reached
-from phases.curriculum import Curriculum, Declared, read_numbers
+from phases.declared import Curriculum, Declared, read_numbers
 from phases.mixture import normalised
 from phases.rates import with_rates
 from phases.schedule import NOT_DATA, Ramp, Schedule, Segment, SourceSupply, cut, joined

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phases.batches import Batch, DataPlan, TokenStream, document_ids, epoch_tokens
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, Schedule, SourceSupply

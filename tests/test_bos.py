@@ -22,7 +22,7 @@ from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.train.setup import build
 from evalsets.evalset import cut_windows
 from phases.batches import DataPlan, epoch_tokens
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply

@@ -20,7 +20,7 @@ from curriculum.data.packing import Bins, best_fit_decreasing, find_packing, pac
 from curriculum.errors import InputError
 from curriculum.plan import plan
 from phases.batches import DataPlan
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply

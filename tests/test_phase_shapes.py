@@ -9,7 +9,7 @@ import pytest
 from phases.batches import DataPlan
 from phases.checks import ScheduleError
 from phases.clocks import clock_step
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.rates import rate_spans
 from phases.replay import raise_share

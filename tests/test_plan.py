@@ -16,7 +16,7 @@ from curriculum.errors import InputError
 from curriculum.plan import plan
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.scheduling import check_schedule, mean_steps, resolve_schedule
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply, cut

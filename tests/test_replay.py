@@ -11,7 +11,7 @@ from test_rollback import LR, PHASES
 
 from phases.batches import DataPlan, epoch_tokens
 from phases.checks import ScheduleError
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import ReplayRefused, raise_share
 from phases.resolve import resolve

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phases.batches import DataPlan, epoch_tokens
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import raise_share
 from phases.resolve import resolve

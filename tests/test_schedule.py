@@ -12,7 +12,7 @@ import pytest
 
 from phases.checks import ScheduleError, check_phases
 from phases.clocks import resolve_steps
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.mixture import _tree
 from phases.resolve import resolve

@@ -31,7 +31,7 @@ from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
 from curriculum.train.device import tune_malloc
 from phases.batches import DataPlan, TokenStream, epoch_tokens
-from phases.curriculum import Curriculum
+from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply
