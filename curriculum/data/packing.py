@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from curriculum.data.cache import build_once, digest, is_there
-from curriculum.data.sidecar import read_sidecar, write_sidecar
+from curriculum.data.sidecar import check_size, map_file, read_sidecar, write_sidecar
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
 from phases.batches import Rows
@@ -274,14 +274,8 @@ def _open(directory: Path) -> tuple[PackingFacts, np.ndarray, np.ndarray]:
 
 def _map_records(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     """A file as a read-only array. Raises InputError if it cannot be read or is not `count` records long."""
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes != count * dtype.itemsize:
-            expected = f"the sidecar says {count * dtype.itemsize:,}"
-            raise InputError(f"{path}: {size_bytes:,} bytes; {expected}; {DAMAGED}")
-        return np.memmap(path, dtype, mode="r").view(np.ndarray)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; {DAMAGED}") from error
+    check_size(path, count * dtype.itemsize, DAMAGED)
+    return map_file(path, dtype)
 
 
 def _content_hash(pieces: np.ndarray, bins: np.ndarray) -> str:

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from curriculum.errors import InputError
+import numpy as np
+
+from curriculum.errors import InputError, readable
 from curriculum.parsing.typed import read
 
 Record = TypeVar("Record")
@@ -42,3 +44,21 @@ def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
         place, message = problems[0]
         raise InputError(f"{path}: {place + ': ' if place else ''}{message}; {remedy}")
     return record
+
+
+def check_size(path: Path, expected_bytes: int, remedy: str) -> None:
+    """Raise InputError, which `remedy` ends, unless a file that a sidecar describes is there and as long as it says."""
+    try:
+        size_bytes, is_folder = path.stat().st_size, path.is_dir()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+    if is_folder:  # its size may happen to match
+        raise InputError(f"{path}: is a folder; the sidecar says {expected_bytes:,} bytes; {remedy}")
+    if size_bytes != expected_bytes:
+        raise InputError(f"{path}: {size_bytes:,} bytes; the sidecar says {expected_bytes:,}; {remedy}")
+
+
+def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file as a plain read-only array: slicing np.memmap itself costs several times as much. Raises InputError."""
+    with readable(path, "read"):
+        return np.memmap(path, dtype, mode="r").view(np.ndarray)

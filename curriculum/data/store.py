@@ -20,11 +20,11 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from curriculum.data.sidecar import read_sidecar
+from curriculum.data.sidecar import check_size, map_file, read_sidecar
 from curriculum.data.tokenizers.tokenizer import DTYPES
 from curriculum.data.view import TokenView
 from curriculum.disk.manifest import file_checksum
-from curriculum.errors import InputError
+from curriculum.errors import InputError, readable
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
@@ -99,17 +99,17 @@ class Store:
     @cached_property
     def documents(self) -> np.ndarray:
         """The index, N records of DOCUMENT."""
-        return _map_file(self.directory / DOCUMENTS_NAME, DOCUMENT)
+        return map_file(self.directory / DOCUMENTS_NAME, DOCUMENT)
 
     @cached_property
     def shards(self) -> list[np.ndarray]:
         """The stream as one array per file."""
         dtype = DTYPES[self.facts.dtype]
-        return [_map_file(self.directory / shard.path, dtype) for shard in self.facts.shards]
+        return [map_file(self.directory / shard.path, dtype) for shard in self.facts.shards]
 
     @cached_property
     def _scored_shards(self) -> list[np.ndarray]:
-        return [_map_file(self.directory / scored_name(i), SCORED_DTYPE) for i in range(len(self.facts.shards))]
+        return [map_file(self.directory / scored_name(i), SCORED_DTYPE) for i in range(len(self.facts.shards))]
 
     @cached_property
     def document_tokens_N(self) -> np.ndarray:
@@ -139,10 +139,8 @@ class Store:
         if facts.checksum != facts.own_checksum() or facts.checksums.keys() != written:
             raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not match its content; {DAMAGED}")
         for name, expected in facts.checksums.items():
-            try:
+            with readable(self.directory / name):
                 found = file_checksum(self.directory / name)
-            except OSError as error:
-                raise _unreadable(self.directory / name, error) from error
             if found != expected:
                 raise InputError(f"{self.directory / name}: checksum {found}; the sidecar says {expected}; {DAMAGED}")
 
@@ -210,18 +208,6 @@ def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.n
     return starts[starts < stops], stops[starts < stops]
 
 
-def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: {error.strerror or error}; expected a readable file")
-
-
-def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    """A file as a plain read-only array: slicing np.memmap itself costs several times as much."""
-    try:
-        return np.memmap(path, dtype, mode="r").view(np.ndarray)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
 def is_store(directory: str | Path) -> bool:
     """Whether a folder claims to be a token store."""
     return os.path.isfile(os.path.join(directory, SIDECAR_NAME))  # False also if permission is denied
@@ -249,10 +235,10 @@ def open_store(directory: str | Path, key: str | None = None) -> Store:
         raise InputError(f"{path}: num_scored {facts.num_scored:,} of {facts.num_tokens:,} tokens; {DAMAGED}")
     token_bytes = DTYPES[facts.dtype].itemsize
     for number, shard in enumerate(facts.shards):
-        _check_size(directory / shard.path, shard.num_tokens * token_bytes)
+        check_size(directory / shard.path, shard.num_tokens * token_bytes, DAMAGED)
         if facts.num_scored is not None:
-            _check_size(directory / scored_name(number), shard.num_tokens * SCORED_DTYPE.itemsize)
-    _check_size(directory / DOCUMENTS_NAME, facts.num_documents * DOCUMENT.itemsize)
+            check_size(directory / scored_name(number), shard.num_tokens * SCORED_DTYPE.itemsize, DAMAGED)
+    check_size(directory / DOCUMENTS_NAME, facts.num_documents * DOCUMENT.itemsize, DAMAGED)
     store = Store(directory, facts)
     last_end = int(store.documents["end"][-1])
     if last_end != facts.num_tokens:
@@ -275,14 +261,3 @@ def _check_key(path: Path, expected: str) -> None:
             f"{path}: this store was made from other text or with another tokenizer (key {key[:32]!r}, expected "
             f"{expected}); {DAMAGED}"
         )
-
-
-def _check_size(path: Path, expected_bytes: int) -> None:
-    try:
-        size_bytes, is_folder = path.stat().st_size, path.is_dir()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {DAMAGED}") from error
-    if is_folder:  # its size may happen to match
-        raise InputError(f"{path}: is a folder; the sidecar says {expected_bytes:,} bytes; {DAMAGED}")
-    if size_bytes != expected_bytes:
-        raise InputError(f"{path}: {size_bytes:,} bytes; the sidecar says {expected_bytes:,}; {DAMAGED}")
