@@ -96,7 +96,7 @@ def branch(
         raise config.error([("train.steps", f"{ends}; expected more")])
     if config.origin.text is not None:
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
-        origin = replace(config.origin, file=str(directory.path / "config.yaml"))
+        origin = replace(config.origin, file=str(directory.own_config))
         setup = replace(setup, config=replace(setup.config, origin=origin))
     if step == at:  # else the console shows them with the edit, when the branch reaches `at`
         print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
@@ -112,7 +112,7 @@ def branch(
 
 def go_on_command(run_dir: Path, store_dir: str | Path, *, own_model: bool = False) -> str:
     """The command that resumes a branch that was begun."""
-    return resume_command(run_dir / "config.yaml", run_dir, store_dir, own_model=own_model)
+    return resume_command(RunDirectory(run_dir).own_config, run_dir, store_dir, own_model=own_model)
 
 
 def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) -> None:
@@ -122,7 +122,7 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
     directory.check_usable()
     if directory.holds_run():
         command = go_on_command(directory.path, store_dir, own_model=own_model)
-        from_file = (directory.path / "config.yaml").exists()  # else no command continues it
+        from_file = directory.own_config.exists()  # else no command continues it
         more = f", or continue a branch begun there: {command}" if from_file else ""
         raise InputError(f"--run-dir {directory.path}: already holds a run; choose another{more}")
     if directory.path.exists() and any(directory.path.iterdir()):
@@ -228,7 +228,7 @@ def _config(
     trunk: Run, overrides: Iterable[str], dataset_dirs: Iterable[str], eval_dataset_dirs: Iterable[str]
 ) -> Config:
     """The trunk's config, with the options that it remembers and the new ones."""
-    path = trunk.directory.path / "config.yaml"
+    path = trunk.directory.own_config
     directories = {"dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
     if not path.exists():  # the run's config came from Python, not from a file
         return changed_config(trunk.config, overrides, **directories, continues=trunk.directory.path)

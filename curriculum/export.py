@@ -16,6 +16,7 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.chat_template import opens_document, spells_special
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from curriculum.disk.append import tell
 from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError, check_choice
 from curriculum.find_checkpoint import architecture_at, read_ledger
@@ -25,7 +26,6 @@ from curriculum.model.formats.hf_config import HF_CONFIG
 from curriculum.model.formats.hf_config_writer import hf_config_of
 from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
 from curriculum.model.presets import ModelConfig
-from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory

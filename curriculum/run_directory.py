@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curriculum.disk.append import is_disk_error, tell
 from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.errors import InputError, readable
-from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, METRICS, plain
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class RunDirectory:
     @property
     def resolved_config(self) -> Path:
         return self.path / "config.resolved.json"
+
+    @property
+    def own_config(self) -> Path:
+        """The YAML file as it was given; there is none if the config came from Python."""
+        return self.path / "config.yaml"
 
     @property
     def _architecture(self) -> Path:
@@ -96,7 +101,7 @@ class RunDirectory:
         """Names of files that a run with this config would replace, although they are no run's."""
         if self.has_config or self.holds_run():
             return []
-        own_config, text = self.path / "config.yaml", config.origin.text
+        own_config, text = self.own_config, config.origin.text
         replaced = [name for name in _OWN_FILES if os.path.lexists(self.path / name)]
         if text is not None and os.path.lexists(own_config):
             same = own_config.is_file() and own_config.read_text(encoding="utf-8", errors="replace") == text
@@ -132,7 +137,7 @@ class RunDirectory:
         resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
         write_whole(self.resolved_config, json.dumps(resolved, indent=2) + "\n")  # first: see `files_of_others`
         if config.origin.text is not None:
-            write_whole(self.path / "config.yaml", config.origin.text)
+            write_whole(self.own_config, config.origin.text)
         write_whole(self._architecture, json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
@@ -145,7 +150,7 @@ class RunDirectory:
             # Not durable: training waits for it at every checkpoint, and the next one writes it anew.
             write_whole(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n", durable=False)
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
+            if not is_disk_error(error):
                 raise
             tell(f"{path}: cannot be written: {error.strerror}; left unchanged")
 
@@ -182,9 +187,13 @@ class RunDirectory:
         """Move the results of evals after `step` to `superseded/`: they will be measured again."""
         for measured, path in self.all_results():
             if measured > step:
-                target = self.superseded / "evals" / path.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.replace(target)
+                path.replace(self.superseded_results(measured))
+
+    def superseded_results(self, step: int) -> Path:
+        """Where `results(step)` is set aside; the folder is made."""
+        folder = self.superseded / "evals"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{step}.npz"
 
 
 def step_folders(place: Path) -> dict[int, Path]:

@@ -17,8 +17,8 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tiny_run import assert_same_run, tiny_train, write_corpus
 
+from curriculum.disk.append import Appender
 from curriculum.disk.manifest import damage
-from curriculum.record.append import Appender
 from curriculum.run import load_run
 from curriculum.train.checkpoints.quiet import _of_write
 
@@ -219,7 +219,7 @@ def test_pieces_are_appended_whole(tmp_path, capfd):
     code = """
 import resource, signal, sys
 from pathlib import Path
-from curriculum.record.append import Appender
+from curriculum.disk.append import Appender
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
 file = Appender(path)

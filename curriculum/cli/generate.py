@@ -9,8 +9,8 @@ from dataclasses import asdict
 import click
 
 from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
+from curriculum.disk.append import discard
 from curriculum.errors import InputError
-from curriculum.record.append import discard
 from curriculum.sampling import Sampling
 
 

@@ -17,8 +17,8 @@ from typing import NoReturn
 import click
 
 from curriculum.cli.lasting import lasting
+from curriculum.disk.append import discard, is_disk_error, tell
 from curriculum.errors import InputError, is_out_of_memory, nearest
-from curriculum.record.append import DISK_ERRORS, discard, tell
 
 _TAKES_LESS = (
     "`curriculum plan CONFIG` estimates the device memory of an update; a higher train.grad_accum, model.remat, a "
@@ -144,7 +144,7 @@ def run_command() -> None:
             raise
         _refuse([f"{variable[1].upper()}: jax cannot start: {error}; mend or unset this environment variable"])
     except OSError as error:
-        if error.errno not in DISK_ERRORS or error.filename is not None:
+        if not is_disk_error(error) or error.filename is not None:
             raise
         discard(sys.stdout)  # mostly it was that; at its exit Python would try to write the rest
         _refuse([f"cannot write: {error.strerror}; free disk space, or write to another place"])

@@ -9,8 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-# Errors of a disk that is full, has no more room for this user or this file, fails, or is read-only.
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+# A disk that is full, has no more room for this user or this file, fails, or is read-only.
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+
+def is_disk_error(error: object) -> bool:
+    """Whether the disk is what failed: it is full, cannot be written to, or has errors."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 
 def discard(stream: TextIO) -> None:
@@ -24,7 +29,7 @@ class Appender:
     """Appends whole pieces to a file. What the disk does not take is held in memory and written with the next piece.
 
     A piece that was written only in part is cut off again, so the file always ends with a whole piece. The first
-    failure is reported on stderr, and so is the recovery. Only `flush` and `sync` raise the errors in DISK_ERRORS;
+    failure is reported on stderr, and so is the recovery. Only `flush` and `sync` raise an error of the disk;
     every method raises others. `new`: the file must not exist yet.
     """
 
@@ -41,7 +46,7 @@ class Appender:
         try:
             self.flush()
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
+            if not is_disk_error(error):
                 raise
             if not self._failing:
                 tell(f"{self.path}: cannot be written: {error.strerror}; held back in memory until it can be")

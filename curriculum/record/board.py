@@ -28,8 +28,8 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from curriculum.disk.append import Appender
 from curriculum.errors import InputError
-from curriculum.record.append import Appender
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import TAKEN_UP, last_row, number, read_events
 from curriculum.record.sentences import shape_moves, verdict

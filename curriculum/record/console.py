@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from curriculum.disk.append import Appender, discard, is_disk_error
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.record.append import DISK_ERRORS, Appender, discard
 from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
@@ -257,7 +257,7 @@ class Console:
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except OSError as error:
-            if error.errno in DISK_ERRORS:  # it may be a file; train.log keeps the line
+            if is_disk_error(error):  # it may be a file; train.log keeps the line
                 return
             # The pipe's reader or the terminal is gone: the run goes on without it.
             self._log.write(f"console: {error.strerror}; from here on, output goes to this file only\n".encode())

@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from curriculum.disk.append import Appender, tell
 from curriculum.disk.durable import sync, write_whole
 from curriculum.errors import InputError, readable
-from curriculum.record.append import Appender, tell
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curriculum.config import Config
+from curriculum.disk.append import is_disk_error, tell
 from curriculum.disk.durable import rename_whole
 from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.model.model import Params
-from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.record.wording import listed
 from curriculum.run_directory import RunDirectory
@@ -67,7 +67,7 @@ def averages_at(
     try:
         _write(folder / phase, averages[PHASE_MEAN], {"steps": list(parts), "end": done})
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if not is_disk_error(error):
             raise
         why = f"{folder / phase}: cannot be written: {error.strerror}"
         if count() > 1:  # the others wait for the part of this process

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Mapping
 
+from curriculum.disk.append import is_disk_error, tell
 from curriculum.errors import InputError
-from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.windows import keep_sets, read_results, write_results
 from curriculum.run_directory import RunDirectory
 from curriculum.train.processes.together import from_first, is_first
@@ -35,7 +35,7 @@ class Results:
         try:
             self.flush()
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
+            if not is_disk_error(error):
                 raise
             path = self._directory.results(step)
             tell(f"{path}: cannot be written: {error.strerror}; kept in memory until the next eval or checkpoint")
@@ -58,9 +58,7 @@ class Results:
         path = self._directory.results(step)
         if not self._on_disk(step).keys() - names:
             return
-        target = self._directory.superseded / "evals" / path.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        shutil.copyfile(path, self._directory.superseded_results(step))
         keep_sets(path, names)
 
     def _found(self, step: int) -> Mapping[str, WindowResults]:
@@ -78,8 +76,6 @@ class Results:
         try:
             return read_results(path)
         except InputError as error:
-            target = self._directory.superseded / "evals" / path.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
+            target = path.replace(self._directory.superseded_results(step))
             tell(f"{error}; moved to {target}: figures computed from it will be missing")
             return {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from curriculum.disk.append import is_disk_error
 from curriculum.errors import InputError
-from curriculum.record.append import DISK_ERRORS
 from curriculum.record.events import Record
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.best import BestCheckpoints
@@ -17,7 +17,7 @@ from curriculum.train.processes.together import count, from_first
 from curriculum.train.results import Results
 from curriculum.train.resuming import ledger
 from curriculum.train.setup import Setup
-from curriculum.train.signals import StopSignals
+from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.step import TrainState
 from evalsets.gold import GoldState, kept_steps
 
@@ -101,7 +101,7 @@ class Running:
         A gold that could not be saved is linked from `checkpoints/` if its step is there, and nothing is recorded.
         Otherwise the gold before it stands again.
         """
-        if error.errno not in DISK_ERRORS:
+        if not is_disk_error(error):
             raise error
         place, step = path.split("/")
         if place == "gold" and int(step) in kept_steps(self.history.gold) and not self._link_gold(done, int(step)):
@@ -119,7 +119,7 @@ class Running:
             done,
             path=path,
             why=error.strerror,
-            last_good_step=max(from_first(self.checkpoints.steps), default=None),
+            last_good_step=self._last_good(),
             next_try_step=planned if planned >= after else None,
         )
 
@@ -134,9 +134,17 @@ class Running:
             return False
         return True
 
+    def stopped(self, signal_number: int, done: int) -> Stopped:
+        """What ends a run that a signal stopped after `done` updates."""
+        last = self._last_good()
+        return Stopped(signal_number, done, last, "" if last == done else self.why_not_saved or "it is gone")
+
+    def _last_good(self) -> int | None:
+        return max(from_first(self.checkpoints.steps), default=None)
+
     def check_saved(self, done: int) -> None:
         """Raise InputError if the run ends after `done` updates without the checkpoint of that step."""
-        last = max(from_first(self.checkpoints.steps), default=None)
+        last = self._last_good()
         if last != done:
             good = (
                 "there is no good one: the run starts over" if last is None else f"the last good one is of step {last}"

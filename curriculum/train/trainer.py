@@ -29,7 +29,7 @@ from curriculum.train.resuming.resumed import Resumed, resumed_by_first
 from curriculum.train.resuming.start import start_of
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
-from curriculum.train.signals import Stopped, StopSignals
+from curriculum.train.signals import StopSignals
 from curriculum.train.watch import Evaluated, RegressionStop, transfer_matrix
 
 
@@ -215,10 +215,7 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
         if ends_here and (not at_end or verdict.stopped_by is not None):
             run.settle(done)
             if stopped_by is not None:
-                last_good = max(from_first(run.checkpoints.steps), default=None)
-                raise Stopped(
-                    stopped_by, done, last_good, "" if last_good == done else run.why_not_saved or "it is gone"
-                )
+                raise run.stopped(stopped_by, done)
             run.check_saved(done)
             raise RegressionStop(done, worse)
     return _complete(run)

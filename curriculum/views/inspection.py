@@ -209,8 +209,8 @@ def _commands(run: Run) -> dict[str, str]:
     commands = {}
     if run.diverged and (good := run.diverged["last_good_step"]):
         commands["go on"] = f"{me} branch {own} --at {good} --run-dir NEW --set KEY=VALUE"
-    elif (path / "config.yaml").exists() and not run.diverged:
-        go_on = partial(resume_command, path / "config.yaml", path, run.store_dir, own_model=own_model)
+    elif run.directory.own_config.exists() and not run.diverged:
+        go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, own_model=own_model)
         if ended_early_of(run):
             more = ", with a higher max_epochs" if own_model else " --set sources.NAME.max_epochs=MORE"
             commands["train longer"] = go_on() + more

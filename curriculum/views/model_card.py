@@ -223,7 +223,7 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
         parts.append(f"Trained on {devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh}.")
     versions = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
     parts.append(f"Exported with Python {platform.python_version()}, {versions}.")
-    given = run.directory.path / "config.yaml"
+    given = run.directory.own_config
     if given.exists():
         text, which = given.read_text(encoding="utf-8"), "run.yaml, as it was given"
     else:

@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there
 from curriculum.model.model import by_name
-from curriculum.record.append import DISK_ERRORS
 from curriculum.train.abstract import abstract_of
 
 # Runs the saves of a process one after the other: orbax tells their operations apart by one counter for all of them.
@@ -28,11 +27,6 @@ def disk_error(error: Exception) -> Exception:
     """The OSError behind an error of tensorstore, which has its number in the message; or else the error itself."""
     number = None if isinstance(error, OSError) else re.search(r"os_error_code='(\d+)'", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
-
-
-def is_disk_error(error: Exception) -> bool:
-    """Whether the disk is what failed: it is full, cannot be written to, or has errors."""
-    return isinstance(error, OSError) and error.errno in DISK_ERRORS
 
 
 def save_params(folder: Path, params: Any) -> None:

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from curriculum.disk.append import is_disk_error
 from curriculum.disk.durable import rename_whole, sync
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.run_directory import link_or_copy, step_folders
-from curriculum.train.checkpoints.arrays import disk_error, in_turn, is_disk_error, load_params
+from curriculum.train.checkpoints.arrays import disk_error, in_turn, load_params
 from curriculum.train.checkpoints.finite import check_finite
 from curriculum.train.checkpoints.quiet import quiet_failed_saves
 from curriculum.train.mesh import placed

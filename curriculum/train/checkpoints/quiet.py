@@ -6,7 +6,7 @@ import logging
 import sys
 from functools import cache
 
-from curriculum.record.append import DISK_ERRORS
+from curriculum.disk.append import is_disk_error
 
 
 @cache
@@ -29,5 +29,4 @@ def _of_write(record: logging.LogRecord) -> bool:
     error = record.exc_info and record.exc_info[1]
     late = isinstance(error, FileNotFoundError) and ".saving" in str(error.filename)
     at_end = isinstance(error, RuntimeError) and str(error).startswith("cannot schedule new futures after")
-    of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    return "os_error_code" in record.getMessage() or late or at_end or of_disk
+    return "os_error_code" in record.getMessage() or late or at_end or is_disk_error(error)
