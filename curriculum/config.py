@@ -171,8 +171,10 @@ def build_config(
     check_paths: bool = True,
     continues: str | os.PathLike | None = None,
 ) -> Config:
-    """A checked Config from data with the keys of the YAML, for library use: paths, tuples and numpy's numbers become
-    what YAML has for them. The rest as in `load_config`."""
+    """A checked Config from data with the keys of the YAML, for library use.
+
+    Paths, tuples and numpy's numbers become what YAML has for them. The rest as in `load_config`.
+    """
     origin = origin or Origin()
     if not isinstance(data, dict):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))

@@ -14,7 +14,7 @@ import yaml
 from curriculum.errors import InputError
 
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
-_MAX_CHARACTERS = 1 << 20  # takes a second to read; a config is a thousand times shorter
+_MAX_CHARACTERS = 1 << 20  # takes seconds to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
 _TOO_DEEP = "not readable YAML: nested too deeply"
@@ -25,7 +25,7 @@ _WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for 
 class _Loader(yaml.SafeLoader):
     """A safe loader that leaves plain scalars to YAML 1.2's core schema.
 
-    It is PyYAML's loader in Python, which takes milliseconds for a config; libyaml's crashes on deep nesting.
+    It is PyYAML's loader in Python, which takes milliseconds for a config; libyaml's composer crashes on deep nesting.
     """
 
     yaml_implicit_resolvers: dict = {}

@@ -115,8 +115,9 @@ def _sizes(setup: Setup) -> dict[str, int]:
 
 
 def branch_point(branch: Mapping[str, Any]) -> dict[str, Any]:
-    """What identifies the point where a run branched off: the trunk (`run`), its `step`, a unique `id`, and as
-    `branched_from` the same of the trunk itself, None if that is no branch.
+    """What identifies the point where a run branched off: the trunk (`run`), its `step` and a unique `id`.
+
+    `branched_from` is the same of the trunk itself, None if that is no branch.
     """
     return {key: branch[key] for key in ("run", "step", "id", "branched_from")}
 

@@ -23,8 +23,8 @@ def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[
 
     `key` is the dotted path, with phases by name; `values` has each run's value, None if it is null or absent. Model
     fields that a config leaves out have the values that the run gave them. Mixtures are shares of 1, however a config
-    writes them. A phase that configs declare alike may have
-    other steps, as in a branch of a run that was extended: they come last, as `phases.NAME, its steps`.
+    writes them. A phase that configs declare alike may have other steps, as in a branch of a run that was extended:
+    they come last, as `phases.NAME, its steps`.
     """
     configs = [_by_name(_spelled_out(run)) for run in runs]
     found = [*_differing("", configs), *_steps_that_differ(configs, runs)]
