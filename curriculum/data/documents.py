@@ -13,7 +13,15 @@ from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
-from curriculum.data.sources import COLUMNAR, COMPRESSED, JSON_LINES, SourceConfig, source_files, suffix_of
+from curriculum.data.sources import (
+    COLUMNAR,
+    COMPRESSED,
+    JSON_LINES,
+    SourceConfig,
+    SourceFile,
+    source_files,
+    suffix_of,
+)
 from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tables import lacks_end
@@ -111,16 +119,17 @@ def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
 
 def file_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
     """Warnings about the sources' files, under the names that key `sources`; raises as `source_files` does."""
-    return _rows_as_text(sources) + _unended(sources)
+    files = {place: source_files(source) for place, source in sources.items() if source.path is not None}
+    return _rows_as_text(sources, files) + _unended(files)
 
 
-def _rows_as_text(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+def _rows_as_text(sources: Mapping[str, SourceConfig], files: Mapping[str, Sequence[SourceFile]]) -> tuple[str, ...]:
     """A warning for each source whose files all look like rows but are read as plain text, or lie beside rows."""
     found = []
-    for place, source in sources.items():
-        if source.path is None or source.format != "text" or source.text_key is not None:
+    for place, its_files in files.items():
+        if sources[place].format != "text" or sources[place].text_key is not None:
             continue
-        found_suffix = {file.relative: suffix_of(file.path) for file in source_files(source)}
+        found_suffix = {file.relative: suffix_of(file.path) for file in its_files}
         suffixes = set(found_suffix.values())
         if of_rows := sorted(suffixes & {*JSON_LINES, *COLUMNAR}):
             if plain := [name for name, suffix in found_suffix.items() if suffix not in of_rows]:
@@ -139,11 +148,10 @@ def _beside_rows(plain: Sequence[str], of_rows: str) -> str:
     return f"{plain[0]} and {others} are plain text beside rows and are read as a document each; {glob} leaves them out"
 
 
-def _unended(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+def _unended(files: Mapping[str, Sequence[SourceFile]]) -> tuple[str, ...]:
     """A warning for each arrow stream that may be cut short."""
-    local = [(place, source) for place, source in sources.items() if source.path is not None]
-    files = [(place, file.path) for place, source in local for file in source_files(source)]
-    unended = [(place, path) for place, path in files if path.lower().endswith(".arrow") and lacks_end(path)]
+    paths = [(place, file.path) for place, its_files in files.items() for file in its_files]
+    unended = [(place, path) for place, path in paths if path.lower().endswith(".arrow") and lacks_end(path)]
     doubt = "has no end mark: its writer may have been stopped; if rows are missing, write it again"
     return tuple(f"{place}: {path} {doubt}" for place, path in unended)
 
