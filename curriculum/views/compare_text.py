@@ -15,9 +15,10 @@ from curriculum.record.wording import (
     loss,
     signed,
 )
-from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns, ComparedSet
+from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns, ComparedSet, RunOnSet
 from curriculum.views.config_differences import rows as config_rows
 
+COLUMNS = ("eval set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
 MOST_SENTENCES = 24  # with more differences than that each set has one line
 _MOST_OF_SECTION = 24  # keys of a section of the config that are shown
 
@@ -38,18 +39,21 @@ def table(comparison: ComparedRuns) -> list[str]:
         lines += [*columns(rows, right=()), ""]
     else:
         lines += ["No key of the configs differs.", ""]
-    rows = [("eval set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")]
+    lines += [*columns([COLUMNS, *(cells for _, cells in measured(comparison))], right=range(2, 8)), ""]
+    sentences = [f"{compared.title}: {m.verdict}" for compared in comparison.sets for m in compared.runs if m.verdict]
+    if len(sentences) > MOST_SENTENCES:
+        sentences = [_in_short(compared) for compared in comparison.sets]
+    return [*lines, *sentences, *notes(comparison)]
+
+
+def measured(comparison: ComparedRuns) -> Iterator[tuple[RunOnSet, tuple[str, ...]]]:
+    """Each run on each eval set, with its cells under COLUMNS; of a set only the first row has the title."""
     for compared in comparison.sets:
         for i, m in enumerate(compared.runs):
             numbers = (f"{m.step:,}", loss(m.loss), loss(m.sem), loss(m.bpb))
             d = m.difference
             between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
-            rows.append((compared.title if i == 0 else "", m.run, *numbers, *between))
-    lines += [*columns(rows, right=range(2, 8)), ""]
-    sentences = [f"{compared.title}: {m.verdict}" for compared in comparison.sets for m in compared.runs if m.verdict]
-    if len(sentences) > MOST_SENTENCES:
-        sentences = [_in_short(compared) for compared in comparison.sets]
-    return [*lines, *sentences, *notes(comparison)]
+            yield m, (compared.title if i == 0 else "", m.run, *numbers, *between)
 
 
 def _in_short(compared: ComparedSet) -> str:

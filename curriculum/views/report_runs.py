@@ -10,11 +10,11 @@ from markupsafe import Markup, escape
 
 from curriculum.errors import InputError
 from curriculum.record.queries import content_hashes, eval_points, planned_tokens
-from curriculum.record.wording import interval_text, listed, loss, signed
+from curriculum.record.wording import listed, loss
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.compare import ComparedRuns, compare_runs
-from curriculum.views.compare_text import MOST_SENTENCES, notes, which_evals
+from curriculum.views.compare_text import COLUMNS, MOST_SENTENCES, measured, notes, which_evals
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
 from curriculum.views.figures import PALETTE, Curve, eval_curve
@@ -88,30 +88,15 @@ def _config_table(runs: Sequence[Run], names: Sequence[str]) -> Markup:
 
 def _compare_table(comparison: ComparedRuns) -> Markup:
     rows = []
-    for compared in comparison.sets:
-        for i, m in enumerate(compared.runs):
-            d = m.difference
-            look = "n"
-            if d is not None and d.interval is not None:
-                look += " good" if d.interval[1] < 0 else " bad" if d.interval[0] > 0 else ""
-            rows.append(
-                (
-                    compared.title if i == 0 else "",
-                    m.run,
-                    f"{m.step:,}",
-                    loss(m.loss),
-                    loss(m.sem),
-                    loss(m.bpb),
-                    tag("td", "" if d is None else signed(d.delta), class_=look),
-                    "" if d is None else interval_text(d.interval),
-                )
-            )
-    header = ("set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
+    for m, (*cells, delta, interval) in measured(comparison):
+        low, high = (m.difference and m.difference.interval) or (0.0, 0.0)
+        look = "n good" if high < 0 else "n bad" if low > 0 else "n"
+        rows.append((*cells, tag("td", delta, class_=look), interval))
     verdicts = [f"{c.title}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
     *special, closing = notes(comparison)
     return (
         note(which_evals(comparison))
-        + table(header, rows, text_columns=2, grouped=True)
+        + table(COLUMNS, rows, text_columns=2, grouped=True)
         + note(closing)
         + (bullets(special) if special else "")
         + folded("In words", bullets(verdicts), open_=len(verdicts) <= MOST_SENTENCES)
