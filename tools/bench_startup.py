@@ -1,12 +1,13 @@
 """Time how long commands take to start, against `python -c pass`, and a second start of training against the first.
 
-    python tools/bench_startup.py [--starts 10] [--layers 4 12] [--trainings 3] [--json FILE]
+    python tools/bench_startup.py [--starts 10] [--sources 500] [--layers 4 12] [--trainings 3] [--json FILE]
 
 Commands are whole processes that take turns: minimum and median of the wall time, and the least processor time. The
-config is like the quickstart's, and its corpus is prepared. A start of training is timed from the start of the process
-to the first row of metrics.jsonl, which is written after the first update; the evals before it are included. A first
-start has an empty cache of compiled programs. A second uses that cache as the first left it, in a new run directory.
-They take turns; the ratio is of the medians.
+config is like the quickstart's, and its corpus is prepared. A large one has many sources, none of them prepared, in
+each of 60 phases of 1,000 steps, a third of which begin with a ramp. A start of training is timed from the start of the
+process to the first row of metrics.jsonl, which is written after the first update; the evals before it are included. A
+first start has an empty cache of compiled programs. A second uses that cache as the first left it, in a new run
+directory. They take turns; the ratio is of the medians.
 
 On a shared machine, trust the ratios of processor seconds.
 """
@@ -14,6 +15,7 @@ On a shared machine, trust the ratios of processor seconds.
 import argparse
 import json
 import os
+import random
 import resource
 import shutil
 import statistics
@@ -32,6 +34,7 @@ CURRICULUM = [sys.executable, "-m", "curriculum"]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--starts", type=int, default=10)
+    parser.add_argument("--sources", type=int, default=500, help="of the large config; 0: it is not planned")
     parser.add_argument(
         "--layers", type=int, nargs="*", default=[4, 12], help="layers of the models whose training is started"
     )
@@ -43,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         write_config(folder)
         run([*CURRICULUM, "prepare", "c.json"], folder)
         results = commands(folder, args.starts)
+        if args.sources:
+            results.append(large_plan(folder, args.sources, args.starts))
         for num_layers in args.layers:
             results += training(folder, num_layers, args.trainings)
     report = {"machine": machine("jax"), "results": results}
@@ -107,6 +112,33 @@ def commands(folder: Path, num_starts: int) -> list[dict]:
             }
         )
     return rows
+
+
+def large_plan(folder: Path, num_sources: int, num_starts: int) -> dict:
+    """A row for `plan` of a config with many sources and 60 phases, compared with the plan of the small one."""
+    names, share = [f"s{i}" for i in range(num_sources)], random.Random(0).random
+    data = json.loads((folder / "c.json").read_text())
+    data["sources"] = {"docs": data["sources"]["docs"], **{name: {"path": "docs.jsonl"} for name in names}}
+    data["phases"] = [
+        {"name": f"phase{i}", "until": 1000 * (i + 1), "mixture": {name: share() for name in names}} for i in range(60)
+    ]
+    for phase in data["phases"][1::3]:
+        phase["ramp_steps"] = 100
+    data["evalsets"]["sets"], data["train"]["steps"] = {}, 60_000
+    (folder / "large.json").write_text(json.dumps(data))
+    taken = {"c.json": [], "large.json": []}
+    for _ in range(max(1, num_starts // 3)):
+        for name, times in taken.items():
+            times.append(run([*CURRICULUM, "plan", name], folder))
+    seconds, cpu_seconds = zip(*taken["large.json"], strict=True)
+    return {
+        "what": f"plan, {num_sources} sources, 60 phases",
+        "ms_min": round(min(seconds) * 1e3),
+        "ms_median": round(statistics.median(seconds) * 1e3),
+        "cpu_ms_min": round(min(cpu_seconds) * 1e3),
+        "ratio": round(min(cpu_seconds) / min(cpu for _, cpu in taken["c.json"]), 1),
+        "compared_with": "processor seconds of plan",
+    }
 
 
 def training(folder: Path, num_layers: int, num_starts: int) -> list[dict]:
