@@ -92,8 +92,8 @@ class Ramp:
         return moved * self.mass_ratio / (1 - moved + moved * self.mass_ratio)
 
 
-# Quotas are cached, as a segment is made again and again; less of ramps, whose tables are large.
-@lru_cache(maxsize=256)
+# Quotas are cached, as a segment is made again and again; of 500 sources each takes 300 kB, and more with a ramp.
+@lru_cache(maxsize=64)
 def _constant(mixture: frozenset[tuple[str, float]]) -> Quotas:
     return Quotas(dict(mixture))
 

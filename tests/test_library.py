@@ -326,7 +326,7 @@ def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, 
         lambda: train(without_it, run_dir, resume="latest", store_dir=stores),
         lambda: branch(run_dir, 2, tmp_path / "branch", overrides=["model=null"], store_dir=stores),
     ):
-        with pytest.raises(InputError, match=r"model: got null, as of a run .*; do this from Python, with make_model="):
+        with pytest.raises(InputError, match="model: got null: only a run with a custom model goes on so"):
             start()
 
 

@@ -241,7 +241,11 @@ def test_folders_that_may_not_be_read_are_refused(sources, tmp_path, store_dir):
     refused(Path(web.path), "web: Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
     refused(tmp_path / "sources", "web: Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
     documents = next(store_dir.glob("stores/*/documents.bin"))
-    refused(documents, "documents.bin: Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
+    refused(
+        documents,
+        "documents.bin: cannot be read: Permission denied",
+        lambda: find_store("web", web, tokenizer, store_dir),
+    )
 
 
 def test_a_damaged_store_is_refused_not_used(sources, store_dir):

@@ -134,8 +134,8 @@ def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dic
     """The data of a config with `model.from` replaced by the fields of the folder that it names.
 
     The section's own fields override these. If the folder is gone, a resumed run, in the directory `continues`, uses
-    its own model section, which has the same architecture. Raises InputError if the folder cannot be used, gives a
-    resumed run another architecture, or is given beside a preset.
+    its own model section, which has the same architecture. Raises InputError if the folder cannot be used, or is given
+    beside a preset.
     """
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("from"), str):
@@ -143,28 +143,16 @@ def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dic
     if model.get("preset") is not None:
         raise InputError(f"got {model['from']!r} beside the preset {model['preset']!r}; expected one of the two")
     folder = Path(os.path.expanduser(model["from"]))
-    given = {key: setting for key, setting in model.items() if key != "from"}
-    if (own := run_begun_in(continues)) is None:
-        its = architecture_fields(read_hf_config(folder))
+    own = run_begun_in(continues)
+    if own is not None and not folder.exists():
+        its = {key: value for key, value in (own.resolved()["model"] or {}).items() if key not in HOW}
     else:
-        its = _fields_again(folder, own, given)
+        try:
+            its = architecture_fields(read_hf_config(folder))
+        except InputError as error:
+            way_on = f"; or move {folder} away: the run then goes on with the model that it has" if own else ""
+            raise InputError(*(problem + way_on for problem in error.problems)) from None
+    given = {key: setting for key, setting in model.items() if key != "from"}
     if "n_head" in given and its.get("n_kv_head") == its.get("n_head"):
         given.setdefault("n_kv_head", given["n_head"])
     return data | {"model": its | given}
-
-
-def _fields_again(folder: Path, own: RunDirectory, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model that a run took from `folder`; those that are `given` beside it need not be the same."""
-    were = {key: value for key, value in (own.resolved()["model"] or {}).items() if key not in HOW}
-    if not folder.exists():
-        return were
-    way_on = f"restore it, or move {folder} away: the run then goes on with the model that it has"
-    try:
-        its = architecture_fields(read_hf_config(folder))
-    except InputError as error:
-        raise InputError(*(f"{problem}; {way_on}" for problem in error.problems)) from None
-    changed = [key for key in its if key not in given and were.get(key) is not None and its[key] != were[key]]
-    if changed:
-        got = ", ".join(f"{key} {its[key]} (was {were[key]})" for key in changed)
-        raise InputError(f"{folder / HF_CONFIG}: the architecture of a run cannot change: {got}; {way_on}")
-    return its

@@ -171,7 +171,7 @@ def _with_model(config: Config, make_model: Callable[[int], Model] | None, conti
         if config.model is None:
             message = "got null and no other model; name a preset, or call train(make_model=...)"
             if continues:
-                message = "got null, as of a run with a custom model; do this from Python, with make_model=..."
+                message = "got null: only a run with a custom model goes on so, from Python, with make_model=..."
             raise config.error([("model", message)])
         return config
     if config.adaptation.lora is not None:
