@@ -433,6 +433,15 @@ def test_without_its_base_it_does_not_go_on(copied, how):
     assert f"'{copied / 'base'}' holds no run any more: its config.resolved.json is missing" in told
 
 
+def test_a_link_at_the_old_path_of_a_moved_base_is_enough(copied):
+    before = load_run(copied / "run").evals()
+    (copied / "base").rename(copied / "elsewhere")
+    without_its_base(copied, "evaluated")
+    (copied / "base").symlink_to(copied / "elsewhere")
+    loss = evaluate(copied / "run", step=2, store_dir=copied / "store").summaries["val"].loss
+    assert loss == pytest.approx(dict(before)[2], rel=1e-6)
+
+
 @pytest.mark.parametrize("how", GONE)
 def test_nor_where_the_base_is_another_now(copied, how):
     checkpoints = [folder for folder in (copied / "base").glob("*/2") if folder.parent.name in ("checkpoints", "gold")]

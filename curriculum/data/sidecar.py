@@ -1,4 +1,4 @@
-"""Small JSON records that describe the files beside them, checked field by field when read back."""
+"""Small JSON records of the files beside them, checked field by field when read back; and the size of these files."""
 
 import dataclasses
 import json

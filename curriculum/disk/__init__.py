@@ -1,1 +1,1 @@
-"""Files and folders that are whole or not there, that are known to be as written, and that one process holds."""
+"""Files and folders that are whole or not there, known to be as written, held by one process, or appended to."""
