@@ -306,6 +306,13 @@ def test_sections_that_agree_are_taken(folder):
     assert config_from_json(given.to_json()) == given
 
 
+def test_a_run_that_ended_before_it_had_a_tokenizer_still_takes_that_of_its_base(folder):
+    Path("run").mkdir()
+    base = json.loads(Path("base/config.resolved.json").read_text())
+    Path("run/config.resolved.json").write_text(json.dumps(base | adapted().to_json()))
+    assert RunDirectory(Path("run")).has_config and adapted(continues="run") == adapted()
+
+
 def test_of_a_model_single_fields_are_enough(folder):
     its = load_run("base").config.model
     config = adapted("model.dropout=0.1", "model.compute_dtype=bfloat16")

@@ -20,8 +20,9 @@ from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.train.averages import _write, set_aside_means_after
+from curriculum.train.averages import _found, _write, adopt_parts, set_aside_means_after
 from curriculum.train.checkpoints.arrays import load_params
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from evalsets.metrics import summarise
@@ -238,11 +239,48 @@ def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_pat
     assert why.endswith("has another checksum than the manifest says")
 
 
+def test_a_mean_takes_a_checkpoint_whose_parameters_are_whole_wherever_it_is(run, tmp_path):
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints/12")
+    shutil.copytree(run / "checkpoints/14", tmp_path / "gold/14")
+    for place in ("9/train", "14/params", "6/params"):
+        arrays = (path for path in (tmp_path / "checkpoints" / place).rglob("*") if path.is_file())
+        flip_bit(max(arrays, key=lambda path: path.stat().st_size))
+    found = {step: _found(RunDirectory(tmp_path), step) for step in (6, 9, 12, 14)}
+    assert found[6][0] is None and found[6][1].startswith("is damaged: params/")
+    assert found[9] == ("checkpoints/9", "") and found[12] == (None, "is gone") and found[14] == ("gold/14", "")
+
+
+@pytest.mark.parametrize(("phase_mean", "adopted"), [(3, [6, 9, 12]), (2, [9, 12])])
+def test_what_a_mean_may_need_is_taken_from_the_golds_and_the_kept_ones(run, folder, tmp_path, phase_mean, adopted):
+    for place, step in (("gold", 6), ("kept", 9), ("gold", 12), ("gold", 14)):
+        shutil.copytree(run / f"checkpoints/{step}", tmp_path / place / str(step))
+    config, checkpoints = (
+        build_config(config_data(folder, phase_mean=phase_mean)),
+        Checkpoints(tmp_path / "checkpoints"),
+    )
+    adopt_parts(config, RunDirectory(tmp_path), checkpoints, 14)
+    assert checkpoints.steps() == adopted
+
+
+def test_a_mean_of_a_phase_that_is_over_where_a_run_goes_on_stays(run, tmp_path):
+    shutil.copytree(run / "averages", tmp_path / "averages")
+    for step, names in ((14, ["first", "last"]), (13, ["first"]), (8, ["first"]), (7, [])):
+        set_aside_means_after(RunDirectory(tmp_path), step)
+        assert sorted(path.name for path in (tmp_path / "averages").iterdir()) == names
+
+
 def test_a_mean_may_be_asked_for_on_a_resume(folder, tmp_path):
     data = config_data(folder)
     train(build_config(data), tmp_path / "run", store_dir=folder / "store")
     train(changed(folder, train__steps=18), tmp_path / "run", resume="latest", store_dir=folder / "store")
     assert mean_steps(tmp_path / "run", "last") == [12, 15, 18]  # of one checkpoint kept, 12 was the gold
+
+
+def test_a_phase_that_is_made_longer_has_another_mean_at_its_end(run, folder, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    train(changed(folder, train__steps=18), tmp_path / "run", resume="latest", store_dir=folder / "store")
+    assert mean_steps(tmp_path / "run", "last") == [12, 15, 18]
 
 
 def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_taken(folder, tmp_path):

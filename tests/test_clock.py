@@ -1,10 +1,14 @@
 """Seconds of training, without evals, saves and the first compilation."""
 
+import resource
 import time
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
+import pytest
 
-from curriculum.train.clock import TrainClock
+from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.step import TrainState
 
 
@@ -48,6 +52,38 @@ def test_a_pause_within_a_pause_is_a_part_of_it():
     steps, seconds, _ = clock.take()
     assert within < pause
     assert steps == 2 and training <= seconds <= time.perf_counter() - began - pause
+
+
+class UnderWay:
+    """An array that is there 0.02 seconds after it is waited for."""
+
+    def block_until_ready(self):
+        time.sleep(0.02)
+
+
+def test_updates_that_a_pause_waits_for_count_as_training():
+    clock = TrainClock()
+    with clock.paused(TrainState(None, None, UnderWay(), None, None, None)):
+        pass
+    assert clock.take()[1] >= 0.02
+
+
+def test_an_error_in_a_pause_ends_it():
+    clock = TrainClock()
+    with pytest.raises(OSError), clock.paused(TrainState(None, None, jnp.int32(0), None, None, None)):
+        raise OSError
+    slept(clock.update(), 0.0)  # the first update compiles
+    training = slept(clock.update(), 0.02)
+    steps, seconds, _ = clock.take()
+    assert steps == 2 and seconds >= training
+
+
+@pytest.mark.parametrize("stats", [{"peak_bytes_in_use": 2_345_678_901}, {"bytes_in_use": 2_345_678_901}, None])
+def test_peak_memory_is_the_device_s_or_else_the_process_s(monkeypatch, stats):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3_000_000))  # KiB
+    monkeypatch.setattr("sys.platform", "linux")
+    assert peak_memory_gb() == (2.346 if stats and "peak_bytes_in_use" in stats else 3.072)
 
 
 def slept(context, seconds):

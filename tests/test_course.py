@@ -4,6 +4,7 @@ import json
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tiny_run import tiny_data, tiny_train, write_corpus
 
@@ -35,6 +36,48 @@ def test_after_so_many_updates_it_is_the_newest_one_that_counts(tmp_path):
         assert rates == pytest.approx([1.5e-3, 1.5e-3, 3e-3, 3e-3, 3e-4], rel=1e-12)
     finally:
         setup.close()
+
+
+def test_the_sources_are_read_in_blocks_of_the_longest_rows_of_any_phase(tmp_path):
+    phases = [
+        {"name": "a", "until": 6, "mixture": {"web": 1.0}},
+        {"name": "b", "until": "end", "mixture": {"web": 1.0}},
+    ]
+    phases[1]["seq_len"] = 64
+    config = build_config(tiny_data(write_corpus(tmp_path), phases=phases))
+    with closing(build(config, tmp_path / "store")) as setup:
+        assert setup.course.plan.block_tokens == 64
+        assert [[shape.T for shape in setup.course.shapes_from(step)] for step in (0, 5, 6)] == [
+            [32, 64],
+            [32, 64],
+            [64],
+        ]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("on_eos", [False, True])
+def test_packing_says_which_targets_of_its_batches_are_scored(tmp_path, masked, on_eos):
+    packing = {"mask_boundary_loss": masked, "train_on_eos": on_eos}
+    config = build_config(tiny_data(write_corpus(tmp_path), packing=packing))
+    with closing(build(config, tmp_path / "store")) as setup:
+        batches = [setup.course.feed[step] for step in range(6)]
+        eot = setup.corpus.tokenizer.eot
+    inputs, targets, scored = (
+        np.stack([getattr(batch, name) for batch in batches]) for name in ("inputs_ABT", "targets_ABT", "loss_mask_ABT")
+    )
+    after_end, end = inputs == eot, targets == eot
+    assert after_end.any() and end.any()
+    assert (scored == ~((after_end & masked) | (end & (not on_eos)))).all()
+
+
+def test_up_to_its_own_step_a_branch_is_planned_as_its_trunk_was(tmp_path):
+    acts = {"action": "law is replayed more", "edits": []}
+    with closing(build(build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store")) as setup:
+        course = setup.course
+        course.branched_from = {"step": 4, "phase_ends": [[2, [5, 9]], [4, [6, 9]]], "acts": {"3": acts, "4": acts}}
+        ends = [course.phase_ends_at(step) for step in (2, 3, 4, 5)]
+        assert ends == [{5, 9}, {6, 9}, {6, 9}, {6, 12}]
+        assert [course.of_trunk(step) for step in (2, 3, 4)] == [None, acts, None]
 
 
 @pytest.mark.parametrize("end", [9, 14])
@@ -109,6 +152,33 @@ def test_where_data_were_passed_over_a_phase_of_so_many_epochs_ends_where_it_wou
         setup.close()
 
 
+def test_data_that_are_passed_over_leave_the_shares_that_were_raised_up_to_there(tmp_path):
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
+    with closing(build(build_config(tiny_data(write_corpus(tmp_path), phases=phases)), tmp_path / "store")) as setup:
+        course = setup.course
+
+        def raised():
+            return [step for step, *_ in course.before_raised], course.schedule.shares(11)["law"]
+
+        for step in (4, 6, 8):
+            course.raise_share(step, "law", 1.2, 0.9)
+        course.pass_over(8, 1, back_to=8)
+        assert raised() == ([4, 6, 8], pytest.approx(0.5 * 1.2**3))
+        course.pass_over(4, 1, back_to=4)
+        assert raised() == ([4], pytest.approx(0.5 * 1.2))
+
+
+def test_what_was_passed_over_stays_so_to_the_end_of_the_last_phase_that_it_reaches(tmp_path):
+    with closing(build(build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store")) as setup:
+        course = setup.course
+        assert course.schedule.phase_bounds == (("a", 0, 6), ("b", 6, 12))
+        course.pass_over(4, 1, back_to=4)
+        assert course.past.end == 6
+        for step in (6, 4):  # b's first update, and once more before it
+            course.pass_over(step, 1, back_to=step)
+            assert course.past.end == 12
+
+
 def test_a_source_that_the_run_went_on_without_is_not_gone_back_to(tmp_path):
     write_corpus(tmp_path)
     phases = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
@@ -156,6 +226,19 @@ def test_a_source_that_standing_updates_ahead_read_cannot_go(tmp_path):
             InputError, match="sources: law is gone, but already scheduled updates from step 4 on still read"
         ):
             ledger.check_past(saved, ledger.found_in(setup), accept_past=True)
+
+
+def test_a_run_whose_seed_is_changed_reads_on_in_the_order_that_it_has(tmp_path):
+    write_corpus(tmp_path)
+    with closing(build(build_config(tiny_data(tmp_path)), tmp_path / "store")) as setup:
+        saved = json.loads(json.dumps(ledger.entry(setup, 8, History("now", "b"), {}, 0.0)))
+        order = setup.course.plan.draws(8)[0].offset.tolist()
+    config = build_config(tiny_data(tmp_path, seed=7))
+    past = find_edit(config, saved, accept_past=True).past
+    with closing(build(config, tmp_path / "store", past=past)) as setup:
+        assert setup.course.plan.draws(8)[0].offset.tolist() == order
+    with closing(build(config, tmp_path / "store")) as setup:
+        assert setup.course.plan.draws(8)[0].offset.tolist() != order
 
 
 def test_null_in_the_architecture_is_as_if_left_out(tmp_path):

@@ -49,9 +49,12 @@ def test_a_text_file_is_one_document_unchanged(tmp_path):
     assert read(write(tmp_path / "a.txt", AWKWARD)) == [AWKWARD]
 
 
-def test_a_byte_order_mark_is_dropped_once(tmp_path):
+def test_a_byte_order_mark_is_dropped_once(tmp_path, monkeypatch):
     assert read(write(tmp_path / "a.txt", "\ufeffa\ufeffb")) == ["a\ufeffb"]
     assert read(write(tmp_path / "a.jsonl", '\ufeff{"text": "\ufeffx"}\n')) == ["\ufeffx"]
+    assert ":2: not JSON" in refused(write(tmp_path / "b.jsonl", '{"text": "x"}\n\ufeff{"text": "y"}\n'))
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 8)
+    assert read(write(tmp_path / "b.txt", "eight...\ufeffb")) == ["eight...\ufeffb"]
 
 
 def test_a_folder_is_read_in_order_of_relative_path_without_hidden_files(tmp_path):
@@ -176,6 +179,13 @@ def test_a_long_text_is_cut_as_a_file_is_or_anywhere_without_words(monkeypatch):
     assert list(parts_of("")) == [""] and list(parts_of("short text")) == ["short text"]
 
 
+def test_a_long_text_is_cut_between_its_last_two_words_however_far_back_they_are():
+    first, *parts, last = parts_of("some words " * 20_000)
+    assert len(parts) == 2 and all(PIECE_BYTES - 7 <= len(part) <= PIECE_BYTES for part in (first, *parts))
+    assert all(part.startswith((" some", " words")) for part in (*parts, last))
+    assert [len(part) for part in parts_of("some words" + "x" * 70_000)] == [4, PIECE_BYTES, 70_006 - PIECE_BYTES]
+
+
 def test_a_long_file_is_not_held_in_memory(tmp_path):
     path = write(tmp_path / "a.txt", b"some words on a line\n" * 1_000_000)
     tracemalloc.start()
@@ -199,6 +209,12 @@ def test_columnar_rows_are_documents(tmp_path, kind):
     assert "row 1: 'id' holds a number; expected text" in refused(tmp_path, text_key="id")
     message = refused(tmp_path, text_key="texts")
     assert "no key 'texts'; found 'id', 'text', 'none'; did you mean text_key: text?" in message
+
+
+def test_rows_of_a_table_are_numbered_from_its_first_on(tmp_path):
+    write_arrow(tmp_path / "a.arrow", ["x"] * 1000)  # more than are read at once
+    places = [piece.where for piece in read_pieces(SourceConfig(path=str(tmp_path)))]
+    assert places == [f"{tmp_path / 'a.arrow'}: row {number}" for number in range(1, 1001)]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

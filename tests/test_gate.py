@@ -170,6 +170,20 @@ def test_a_signal_ends_the_gate_and_the_run_asks_again_when_it_goes_on(place, tm
         assert histories[0] | {"started_at": 0} == histories[1] | {"started_at": 0}
 
 
+def test_the_checkpoint_of_the_last_step_is_told_once_the_gate_has_answered(place, tmp_path):
+    """Which no interval asks for: 5 updates, a checkpoint every 2."""
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
+    short = {"phases": phases, "train": {"steps": 5, "batch_size": 4, "seq_len": 32}, "evalsets": gated(place)}
+    (place / "stop").write_text("5")
+    with pytest.raises(Stopped, match="at step 5, which was saved"):
+        tiny_train(place, tmp_path / "run", **short)
+    (place / "stop").write_text("none")
+    tiny_train(place, tmp_path / "run", resume="latest", **short)
+    events = load_run(tmp_path / "run").events
+    assert [e["step"] for e in events if e["event"] == "checkpoint"] == [2, 4, 5]
+    assert [e["event"] for e in events[-2:]] == ["checkpoint", "training_complete"]
+
+
 def gone(pid):
     """Whether a process ends: one that was killed is gone, or waits for whoever inherited it to notice."""
     for _ in range(200):

@@ -33,6 +33,7 @@ from curriculum.train.optimizer import (
     make_optimizer,
     matrices,
     muon_partition,
+    state_layout,
 )
 from curriculum.train.sophia import scale_by_sophia
 from curriculum.train.step import init_state, make_train_step
@@ -376,6 +377,18 @@ def test_every_optimizer_and_every_key_is_in_its_tables():
     assert sorted([*read_by_all, *chain(*_READS.values())]) == sorted(f.name for f in fields(OptimConfig))
 
 
+def test_settings_that_change_which_arrays_the_state_has_are_in_its_layout():
+    params = {"embed": {"embedding": jnp.ones((5, 3))}, "up": jnp.ones((3, 4)), "norm": jnp.ones(3)}
+    muon = OptimConfig(name="muon")
+    changes = [{"rest": "lion"}, {"allow_all_2d": True}, {"allow_tied_embed": True}]
+    others = [replace(muon, muon=MuonConfig(**change)) for change in changes]
+    states = [jax.tree.structure(make_optimizer(config).init(params)) for config in (muon, *others)]
+    assert all(states[0] != other for other in states[1:])
+    assert all(state_layout(muon) != state_layout(config) for config in others)
+    for config, same in ((muon, MuonConfig(momentum=0.5)), (OptimConfig(), MuonConfig(rest="lion"))):
+        assert state_layout(config) == state_layout(replace(config, muon=same))
+
+
 def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, monkeypatch):
     def momentum(config):
         return optax.chain(optax.trace(config.b1), optax.scale(-1.0))
@@ -414,6 +427,10 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
         ({"name": "muon", "muon": {"momentun": 0.9}}, "optim.muon.momentun: no such key; did you mean 'momentum'?"),
         ({"name": "muon", "muon": {"momentum": 1.0}}, "optim.muon.momentum: got 1.0, expected 0 or more and below 1"),
         ({"name": "muon", "muon": {"ns_steps": 0}}, "optim.muon.ns_steps: got 0, expected 1 to 20"),
+        ({"name": "muon", "muon": {"ns_steps": 21}}, "optim.muon.ns_steps: got 21, expected 1 to 20"),
+        ({"name": "muon", "muon": {"lr_scale": 1000.5}}, "optim.muon.lr_scale: got 1000.5, expected above 0, at most 1000"),
+        ({"weight_decay": 100.5}, "optim.weight_decay: got 100.5, expected 0 to 100"),
+        ({"name": "sophia", "sophia": {"every": 10**9 + 1}}, "optim.sophia.every: got 1000000001, expected 1 to 1000000000"),
         ({"name": "muon", "muon": {"ns_steps": 2.5}}, "optim.muon.ns_steps: got 2.5, expected an integer"),
         ({"name": "muon", "muon": {"rest": "sophia"}}, "optim.muon.rest: got \"sophia\", expected 'adamw' or 'lion'"),
         ({"name": "sophia", "sophia": {"b1": 1.0}}, "optim.sophia.b1: got 1.0, expected 0 or more and below 1"),
@@ -445,6 +462,12 @@ def test_a_problem_names_its_key(text, optim, told):
         {"name": "muon", "muon": {"allow_tied_embed": True}, "b1": 0.5, "adam": {"nesterov": True}},
         {"name": "muon", "muon": {"rest": "lion"}, "lion": {"b1": 0.5}},
         {"name": "sophia", "sophia": {"b1": 0.0, "b2": 0.0, "every": 1}},
+        {
+            "name": "muon",
+            "muon": {"weight_decay_mult": 100.0, "ns_steps": 20, "lr_scale": 1000.0},
+            "weight_decay": 100.0,
+        },
+        {"name": "sophia", "sophia": {"every": 10**9}},
     ],
 )
 def test_the_edges_are_fine(text, optim):

@@ -29,8 +29,15 @@ def test_progress_on_the_console():
     assert play(Terminal(), [(0.1, 1e6, 2e6), (1.5, 2e6, 2e6)]) == ""
 
 
+def test_progress_leaves_stdout_to_what_a_command_prints(capsys):
+    now = iter((0.0, 2.0))
+    ConsoleProgress("web", clock=lambda: next(now))(5_000_000, None)
+    assert capsys.readouterr() == ("", "web: 5.0 MB, 2.5 MB/s\n")
+
+
 def test_progress_text():
     assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
     assert progress_text(1_000_000, 7_201_000_000, 1.0) == "1.0 of 7,201.0 MB (0%), 1.0 MB/s, ETA 2h00m"
     assert progress_text(0, 10, 1.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s"
+    assert progress_text(0, 0, 0.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s, 0s"
     assert progress_text(1500, 6000, 100.0, WINDOWS) == "1,500 of 6,000 windows (25%), 15.0 windows/s, ETA 5m00s"

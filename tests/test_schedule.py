@@ -362,6 +362,8 @@ def test_rates_that_do_nothing_are_warnings():
     for schedule, how in (("cosine", "decays all the way from the warm-up to the end"), ("constant", "never decays")):
         (told,) = resolved(*one, lr=LrSchedule(schedule=schedule, decay_steps="20%")).warnings
         assert told == f"optim.decay_steps does nothing: optim.schedule {schedule} {how}"
+        (longer,) = resolved(*one, lr=LrSchedule(schedule=schedule, warmup_steps=50, decay_steps=60)).warnings
+        assert longer == told  # together they are more than the run, but only the warm-up is made
         for none in (0, "0%", "0.0%"):
             assert resolved(*one, lr=LrSchedule(schedule=schedule, decay_steps=none)).warnings == ()
     assert resolved(*one, lr=LrSchedule(decay_steps=10)).warnings == ()
@@ -467,6 +469,35 @@ def test_renormalise_goes_on_without_the_source():
     assert schedule.phase_bounds == (("a", 0, 100),)
 
 
+def test_sources_that_are_exhausted_by_the_same_update_go_by_their_names():
+    supplies = {"web": SourceSupply(8000), **dict.fromkeys(("law", "code"), SourceSupply(400, 1, "renormalise"))}
+    phase = Phase("a", "end", {"web": 0.5, "law": 0.25, "code": 0.25})
+    schedule = resolved(phase, supplies=supplies)
+    assert [(s.start, s.end, set(s.mixture)) for s in schedule.segments] == [(0, 40, set(supplies)), (40, 100, {"web"})]
+    told = [f"from step 40 on, phase a continues without {name}, which is exhausted" for name in ("code", "law")]
+    assert schedule.warnings == tuple(told)
+    supplies |= dict.fromkeys(("law", "code"), SourceSupply(400, 1))
+    assert [path for path, _ in problems(phase, supplies=supplies)] == ["sources.code.max_epochs"]
+
+
+def test_a_stop_is_told_after_what_was_exhausted_before_it():
+    supplies = {"web": SourceSupply(1000, 1, "stop"), "law": SourceSupply(400, 1, "renormalise")}
+    told = resolved(Phase("a", "end", {"web": 0.5, "law": 0.5}), supplies=supplies).warnings
+    assert told == (
+        "from step 20 on, phase a continues without law, which is exhausted",
+        "the run stops at step 35: web is limited to 1 epochs",
+    )
+
+
+def test_a_source_that_was_read_beyond_a_cap_is_not_read_on():
+    def capped(max_epochs, **past):
+        supplies = {**SUPPLIES, "law": SourceSupply(800, max_epochs, "renormalise")}
+        return resolved(Phase("a", "end", {"law": 0.5, "web": 0.5}), supplies=supplies, **past).segments
+
+    segments = capped(0.5, past=cut(capped(1), 30))
+    assert [(s.start, s.end, set(s.mixture)) for s in segments] == [(0, 30, {"law", "web"}), (30, 100, {"web"})]
+
+
 def test_of_many_sources_that_are_exhausted_one_warning_tells():
     names = [f"s{i}" for i in range(8)]
 
@@ -525,6 +556,11 @@ def test_a_ramp_ends_where_all_that_it_comes_from_is_exhausted():
     found = [(s.start, s.end, s.ramp and s.ramp.steps) for s in schedule.segments]
     assert found == [(0, 18, None), (18, 20, 10), (20, 100, None)]
     assert schedule.segment_at(20).mixture_at(20) == {"web": 1.0}
+    law = SourceSupply(50, 1, "renormalise")  # which the ramp's four updates read: 5, 10, 15 and 20
+    phases = (Phase("a", 10, {"web": 1}), Phase("b", "end", {"law": 0.5, "web": 0.5}, ramp_steps=4))
+    assert [(s.start, s.ramp) for s in resolved(*phases, supplies={**SUPPLIES, "law": law}).segments][2:] == [
+        (14, None)
+    ]
 
 
 def test_an_epoch_clock_counts_what_is_drawn_after_another_source_is_exhausted():
@@ -579,6 +615,10 @@ def test_a_phase_may_end_with_the_epochs_that_its_source_is_capped_at(on_exhaust
     }
     mixed = Phase("a", "2 epochs of law", {"law": 0.5, "code": 0.5}), phases[1]
     assert resolved(*mixed, supplies=both).phase_bounds == (("a", 0, 79), ("b", 79, 100))
+    # It is its own source's cap that ends it, no other's.
+    both["code"] = SourceSupply(790, 2)
+    more_code = Phase("a", "2 epochs of law", {"law": 0.25, "code": 0.75}), phases[1]
+    assert [path for path, _ in problems(*more_code, supplies=both)] == ["sources.code.max_epochs"]
 
 
 def test_a_run_that_stops_with_the_epochs_that_its_phase_should_end_with_says_how_it_would_go_on():
@@ -590,6 +630,11 @@ def test_a_run_that_stops_with_the_epochs_that_its_phase_should_end_with_says_ho
         "read more; with on_exhaust error or renormalise the phase ends here instead, and the run continues",
         "phase b is never reached: the run stops at step 39",
     )
+    for step in (20, 39):
+        on = resolved(
+            *phases, supplies={**SUPPLIES, "law": SourceSupply(790, 2, "stop")}, past=cut(stopped.segments, step)
+        )
+        assert (on.total_steps, on.warnings) == (39, stopped.warnings)
 
 
 def test_an_epoch_clock_reached_before_its_phase_is_an_error():

@@ -61,6 +61,14 @@ def test_displacement_is_that_of_a_random_order():
 def test_the_order_never_changes():
     """These numbers are a promise: a run resumed with a later version reads the same data."""
     assert permute(np.arange(8), 8, stream_key(1337, "web"), np.zeros(8, np.int64)).tolist() == [5, 2, 0, 7, 6, 4, 3, 1]
+    later = [
+        (16, [15, 5, 14, 3, 7]),
+        (17, [1, 12, 4, 15, 8]),
+        (2**24 + 1, [14861591, 13591538, 14298170, 7200144, 5880022]),
+        (2**40, [324806927559, 512403566391, 471048372599, 276179141681, 33403476737]),
+    ]
+    for size, first in later:
+        assert permute(np.arange(5), size, stream_key(1337, "web"), 3).tolist() == first
 
 
 def test_size_zero_is_refused():

@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import sys
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from test_trainer import WORDS, config_data, final_state, record
-from tiny_run import tiny_train, write_corpus
+from tiny_run import tiny_data, tiny_train, write_corpus
 
 from curriculum.cli.main import cli
 from curriculum.config import build_config
@@ -19,9 +21,14 @@ from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints
+from curriculum.train.history import History
+from curriculum.train.judge import _act, _worst
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
-from evalsets.gold import GoldState, kept_steps
+from curriculum.train.watch import Evaluated
+from evalsets import gold
+from evalsets.gold import GoldState, Regressed, kept_steps
+from evalsets.metrics import Summary
 from evalsets.suite import Suite
 
 SWITCH, BACK, END = 200, 225, 260
@@ -438,7 +445,9 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
     train(config, run_dir, store_dir=store)
     golds = [(e["step"], e["score"], e["path"]) for e in events(run_dir, "gold_checkpoint")]
     assert golds == [(5, 2.0, "gold/5"), (20, 1.0, "gold/20")]
-    reasons = [(e["step"], e["guard"], e["reason"]) for e in events(run_dir, "gold_blocked")]
+    blocked = events(run_dir, "gold_blocked")
+    assert not any("path" in e for e in blocked)  # nothing is kept of them
+    reasons = [(e["step"], e["guard"], e["reason"]) for e in blocked]
     assert reasons == [
         (10, "gate", "gate: ten is no good"),
         (15, "gate", "gate: score 2 is not below the gold's 2 (step 5)"),
@@ -453,3 +462,61 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
         "value": pytest.approx(events(run_dir, "gold_checkpoint")[-1]["value"], abs=1e-6),
         "score": 1.0,
     }
+
+
+def test_a_run_that_begins_from_another_may_be_best_as_it_began_and_is_held_to_that(tmp_path, monkeypatch):
+    decide, asked = gold.decide, []
+
+    def decide_and_note(config, state, measured):
+        asked.append((measured.step, measured.is_candidate, measured.limits_from_start, measured.is_last))
+        return decide(config, state, measured)
+
+    monkeypatch.setattr(gold, "decide", decide_and_note)
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
+    short = {"phases": phases, "train": {"steps": 3, "batch_size": 4, "seq_len": 32}, "optim": {"schedule": "constant"}}
+    tiny_train(write_corpus(tmp_path), tmp_path / "base", **short)
+    assert asked == [(0, False, False, False), (3, True, False, True)]
+    tiny_train(tmp_path, tmp_path / "run", adaptation={"init_from": str(tmp_path / "base")}, **short)
+    assert asked[2:] == [(0, True, True, False), (3, True, True, True)]
+
+
+def test_the_alarm_of_a_set_that_counts_for_the_gold_is_its_largest_rise():
+    def pair(before, now, delta, *interval):
+        return {"baseline_loss": before, "loss": now, "delta": delta, "interval": interval}
+
+    small, large, lost = pair(2, 2.25, 0.25, 0, 0.5), pair(1.5, 2.25, 0.75, 0.5, 1), pair(1, *["Infinity"] * 4)
+    assert _worst([small, large]) == _worst([large, small]) == Regressed(1.5, 2.25, 0.75, 0.25)
+    assert _worst([large, pair(1, *["NaN"] * 4), small]).before == _worst([lost, large]).before == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "standing", "newly", "loss", "told"),
+    [
+        (3, ["law"], ["law"], 1.0, "law is replayed more"),
+        (3, ["law"], [], 1.0, None),  # it is replayed more already
+        (3, ["law", "primary"], ["law"], 1.0, "law is not replayed more: the added share would come from web, whose sets got worse too"),
+        (3, ["law"], ["law"], float("nan"), "law: its loss is not finite, so replay cannot help"),
+        (3, ["law", "own"], ["own"], 1.0, "own is held out of no source: nothing to replay"),
+        (3, ["law", "own"], ["own", "law"], 1.0, "own is held out of no source: nothing to replay; law is replayed more"),
+        (6, ["law"], ["law"], 1.0, "no share is raised: the phase is over"),
+        (12, ["law"], ["law"], 1.0, None),
+    ],
+)  # fmt: skip
+def test_what_replay_does_about_an_alarm(tmp_path, done, standing, newly, loss, told):
+    write_corpus(tmp_path)
+    (tmp_path / "own.txt").write_text("text of its own " * 40)
+    sections = tiny_data(tmp_path)
+    sections["phases"][0]["mixture"] = {"web": 0.5, "law": 0.5}
+    sections["evalsets"]["sets"]["own"] = {"path": str(tmp_path / "own.txt")}
+    sections["evalsets"]["regression"] = {"action": "replay", "replay_factor": 1.5, "replay_max_share": 0.9}
+    with closing(build(build_config(sections), tmp_path / "store")) as setup:
+        summaries = {name: Summary(loss, 2.0, 1.0, 0.5, 0.1, "documents") for name in standing}
+        evaluated = Evaluated(summaries, {}, [], standing, newly, dict.fromkeys(standing, []), [], [])
+        edits, action = _act(SimpleNamespace(setup=setup, history=History("now", "a")), done, evaluated)
+    assert action == told
+    if told and told.endswith("law is replayed more"):
+        (edit,) = edits
+        assert edit["reason"] == "replay of law, as law got worse"
+        assert (edit["mixture_before"], edit["mixture_after"]) == ({"web": 0.5, "law": 0.5}, {"web": 0.25, "law": 0.75})
+    else:
+        assert edits == []

@@ -1,6 +1,16 @@
 import pytest
 
-from curriculum.record.wording import epochs_text, moment, percent_done, size_text
+from curriculum.record.wording import (
+    columns,
+    epochs_text,
+    first_of,
+    largest,
+    listed,
+    moment,
+    percent_done,
+    printable,
+    size_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +59,20 @@ def test_a_size_has_the_unit_that_it_fills(num_bytes, text):
 def test_a_moment_keeps_the_offset_of_its_zone():
     assert moment("2026-11-25T18:40:59+01:00") == "2026-11-25 18:40+01:00"
     assert moment("2026-11-25T18:40:59-09:30") == "2026-11-25 18:40-09:30"
+
+
+def test_names_are_left_out_only_where_there_are_more_than_may_be_named():
+    assert [listed(list(names)) for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
+    assert [first_of(names, 3) for names in ("abc", "abcde")] == ["a, b, c", "a, b, c and 2 more"]
+    assert largest({"a": 1, "b": -3}, str.upper, 2) == ["A", "B"]
+    assert largest({"a": 1, "b": -3, "c": 2, "d": 0}, str.upper, 2) == ["B", "C", "2 more"]
+
+
+def test_what_is_not_printable_is_escaped_unless_it_is_wanted():
+    assert printable("汉 'a'\n\x1b[0m") == "汉 'a'\\n\\x1b[0m"
+    assert printable("a\n\x1b[0m", also="\n") == "a\n\\x1b[0m"
+
+
+def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_with_their_text():
+    rows = [("set", "loss", "why"), ("val", "12.5", ""), ("longer", "3", "new")]
+    assert columns(rows, right=[1]) == ["  set     loss  why", "  val     12.5", "  longer     3  new"]
