@@ -37,6 +37,7 @@ def test_progress_leaves_stdout_to_what_a_command_prints(capsys):
 
 def test_progress_text():
     assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
+    assert progress_text(2_000_000, 1_000_000, 2.0) == "2.0 of 1.0 MB (200%), 1.0 MB/s, 2s"
     assert progress_text(1_000_000, 7_201_000_000, 1.0) == "1.0 of 7,201.0 MB (0%), 1.0 MB/s, ETA 2h00m"
     assert progress_text(0, 10, 1.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s"
     assert progress_text(0, 0, 0.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s, 0s"

@@ -26,6 +26,8 @@ def test_only_what_is_complete_has_100_per_cent(done, total, digits, text):
     ("epochs", "text"),
     [
         (0.0, "0"),
+        (4e-5, "<0.0001"),
+        (1e-4, "0.0001"),
         (0.25, "0.25"),
         (0.12345, "0.123"),
         (12.34, "12.3"),

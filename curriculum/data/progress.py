@@ -70,7 +70,7 @@ def progress_text(done: int, total: int | None, elapsed_seconds: float, unit: Un
     if total is None:
         return f"{counted(done)} {unit.name}, {rate}"
     text = f"{counted(done)} of {counted(total)} {unit.name} ({done / max(total, 1):.0%}), {rate}"
-    if done == total:
+    if done >= total:  # more if a file has grown
         return f"{text}, {_duration(elapsed_seconds)}"
     return f"{text}, ETA {_duration((total - done) / per_second)}" if done else text
 

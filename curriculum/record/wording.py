@@ -78,7 +78,9 @@ def percent_done(done: int, total: int, digits: int = 0) -> str:
 
 
 def epochs_text(epochs: float) -> str:
-    """`0.25`, `12.3`, `1,470`."""
+    """`<0.0001`, `0.25`, `12.3`, `1,470`."""
+    if 0 < epochs < 1e-4:
+        return "<0.0001"
     return f"{epochs:.3g}" if epochs < 999.5 else f"{epochs:,.0f}"
 
 
