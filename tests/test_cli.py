@@ -349,6 +349,23 @@ def test_bad_source_text_is_named_and_nothing_half_written_stays(folder):
     assert not [p for p in (folder / ".curriculum").rglob("*") if "law" in p.name and p.is_dir()]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists() or os.cpu_count() < 2, reason="needs /proc and two cores")
+@pytest.mark.parametrize("given, threads", [({}, 1), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
+def test_a_command_has_no_threads_for_products_unless_they_are_asked_for(given, threads):
+    """OpenBLAS starts one per core as numpy is imported, and each spins for a while."""
+    script = (
+        "import os, sys; import curriculum.cli.main as main; sys.argv = ['curriculum', '--version']\n"
+        "try: main.main()\n"
+        "except SystemExit: pass\n"
+        "assert 'numpy' not in sys.modules\n"
+        "import numpy; print(len(os.listdir('/proc/self/task')))\n"
+    )
+    set_by_tests = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in set_by_tests}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment | given)
+    assert done.returncode == 0 and done.stdout.split()[-1] == str(threads), done.stderr
+
+
 def test_help_tells_the_commands():
     done = subprocess.run([CURRICULUM, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and all(name in done.stdout for name in ("train", "plan", "prepare", "export"))

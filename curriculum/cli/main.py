@@ -93,6 +93,8 @@ def _open_closed_streams() -> None:
 
 def main() -> None:
     _open_closed_streams()
+    # numpy would start a thread per core for products that no command makes; each spins for a tenth of a second.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.unraisablehook = _unraisable
     try:
         run_command()
