@@ -514,6 +514,16 @@ def test_an_update_may_take_the_state_over_at_once(tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1), after.params, before)
 
 
+def test_a_single_process_writes_its_arrays_as_numpys_and_orbax_says_nothing(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(jax.device_put(state_at(3)), {}, {"set": np.zeros((1, 2), np.float32)})
+    checkpoints.close()
+    for item in ("params", "train", "baselines"):
+        written = json.loads((tmp_path / "checkpoints/3" / item / "_METADATA").read_text())["tree_metadata"].values()
+        assert written and {array["value_metadata"]["value_type"] for array in written} <= {"np.ndarray", "None"}
+    assert [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+
+
 def test_saves_of_several_folders_follow_one_another(tmp_path):
     """None waits for the other in the foreground, and none takes another's temporary folders for its own."""
     places = [Checkpoints(tmp_path / name, keep=None) for name in ("checkpoints", "gold", "kept")]

@@ -36,7 +36,7 @@ def beginning_from(base):
     return build_config(data | {"adaptation": {"init_from": base}})
 
 
-@pytest.mark.parametrize("file", ["manifest.ocdbt", "_METADATA", "array_metadatas/process_0", "d", "ocdbt.process_0/d"])
+@pytest.mark.parametrize("file", ["manifest.ocdbt", "_METADATA", "d", "ocdbt.process_0/d"])
 def test_arrays_of_which_any_file_is_cut_cannot_be_read(folder, file):  # noqa: F811
     params = Path("run/checkpoints/2/params")
     for path in [params / file] if (params / file).is_file() else (params / file).iterdir():

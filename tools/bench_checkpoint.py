@@ -3,7 +3,8 @@
     python tools/bench_checkpoint.py [--megabytes 300] [--rounds 5] [--json FILE]
 
 The state is AdamW's over a transformer, with random moments, so that nothing compresses; the loop is the trainer's
-update on few tokens. Windows of equally many steps take turns:
+update on few tokens. Windows of equally many steps take turns, each round in another order, as a window may find memory
+that the one before it gave back:
 
     no save
     synchronous    a save that is waited for
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 from results import add_json_option, machine, print_machine, print_table, write_json
 
@@ -111,9 +113,9 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
         return {"seconds": seconds, "saving": saving_s, "after": times[1], "steps": times[2:], "cpu": cpu_seconds}
 
     variants = {"no save": None, **{name: name for name in ("synchronous", "background", "blocked")}}
-    taken = {name: [] for name in variants}
+    taken, random_order = {name: [] for name in variants}, Random(0)
     for round_ in range(num_rounds + 1):
-        for name, save in variants.items():
+        for name, save in random_order.sample(list(variants.items()), len(variants)):
             result = window(save)
             if round_:  # the first round compiles, and allocates memory that later ones reuse
                 taken[name].append(result)
