@@ -186,23 +186,23 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("when", ["decided", "recorded"])
 @pytest.mark.parametrize(("name", "back_to"), [("none", 4), ("rate", 4), ("mixture", 4), ("mixture", 0), ("rate", 0)])
-def test_a_kill_on_the_way_back_changes_nothing(place, tmp_path, monkeypatch, name, back_to, when):
+def test_a_kill_on_the_way_back_changes_nothing(place, tmp_path, monkeypatch, name, back_to):
     """Though the checkpoint that it goes back to, if there is one, knows neither the rollback nor the edit at 7."""
     data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
     data |= {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
-    once, killed = (
+    once, *killed = (
         trained(
             place, tmp_path / f"{kind}", monkeypatch, stop=7, edit=EDITS[name], back_to=back_to, killed=kind, **data
         )
-        for kind in (None, when)
+        for kind in (None, "decided", "recorded")
     )
-    assert record(tmp_path / "None") == record(tmp_path / when)
-    assert last_state(tmp_path / "None") == last_state(tmp_path / when)
-    edited = [(e["step"], [c["path"] for c in e["changes"]]) for e in killed.events if e["event"] == "schedule_edit"]
-    assert edited == ([] if name == "none" else [(7, ["optim.lr" if name == "rate" else "phases.a.mixture"])])
     assert len(set(shares(once))) == (2 if name == "mixture" else 1)
+    for run in killed:
+        assert record(tmp_path / "None") == record(run.directory.path)
+        assert last_state(tmp_path / "None") == last_state(run.directory.path)
+        edited = [(e["step"], [c["path"] for c in e["changes"]]) for e in run.events if e["event"] == "schedule_edit"]
+        assert edited == ([] if name == "none" else [(7, ["optim.lr" if name == "rate" else "phases.a.mixture"])])
 
 
 def passed_over(run):
@@ -213,17 +213,15 @@ def passed_over(run):
 
 
 @pytest.mark.parametrize("back_to", [4, 0])
-@pytest.mark.parametrize("when", ["decided", "recorded"])
-def test_an_edit_after_a_kill_on_the_way_back_does_not_bring_the_bad_data_again(
-    place, tmp_path, monkeypatch, back_to, when
-):
+def test_an_edit_after_a_kill_on_the_way_back_does_not_bring_the_bad_data_again(place, tmp_path, monkeypatch, back_to):
     data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
     data |= {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
     once = trained(place, tmp_path / "once", monkeypatch, back_to=back_to, **data)
     slower = {"optim": {**RAISES["optim"], "lr": 2.5}}
-    killed = trained(place, tmp_path / "run", monkeypatch, back_to=back_to, killed=when, again=slower, **data)
-    assert passed_over(killed) == passed_over(once) > 0
-    assert killed.metrics[-1]["lr"] == 2.5
+    for when in ("decided", "recorded"):
+        killed = trained(place, tmp_path / when, monkeypatch, back_to=back_to, killed=when, again=slower, **data)
+        assert passed_over(killed) == passed_over(once) > 0
+        assert killed.metrics[-1]["lr"] == 2.5
 
 
 def test_on_the_way_back_to_a_checkpoint_that_is_damaged_meanwhile(place, tmp_path, monkeypatch):
