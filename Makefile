@@ -5,6 +5,10 @@ INSTALLED := .venv/.installed
 PARITY := .venv/.parity
 ARGS ?=
 
+# Packages are installed without bytecode, which their first import keeps. Where that were forbidden, every command would
+# compile all that it imports: importing the trainer then takes 7.5 s of the processor instead of 2.4.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help install parity quickstart test test-slow test-quickstart lint pins clean
 
