@@ -22,10 +22,11 @@ QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_
 
 # Files that take longest, first: so that the workers end together.
 LONGEST = (
-    "test_kill_and_resume.py", "test_lora.py",
-    "test_mesh.py", "test_trainer.py", "test_verdicts.py", "test_branch.py", "test_library.py", "test_adaptation.py",
-    "test_divergence.py", "test_cli.py", "test_optimizer.py", "test_transformer.py", "test_step.py", "test_averages.py", "test_memory.py",
-    "test_evaluate.py", "test_loss.py",
+    "test_kill_and_resume.py", "test_lora.py", "test_mesh.py",
+    "test_trainer.py", "test_rollback_after_resume.py", "test_verdicts.py", "test_divergence.py", "test_branch.py",
+    "test_library.py", "test_report.py", "test_formulation.py", "test_generate.py", "test_adaptation.py",
+    "test_plan_resumed.py", "test_cli.py", "test_averages.py", "test_side_effects.py", "test_optimizer.py",
+    "test_bad_input.py", "test_transformer.py", "test_evaluate.py", "test_memory.py",
 )  # fmt: skip
 
 # What the tests write goes to memory where there is enough of it: each checkpoint waits for the disk some 60 times.

@@ -45,7 +45,7 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for name, words in WORDS.items():
-        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(20, 90))))}) for _ in range(240)]
+        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(8, 36))))}) for _ in range(240)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
