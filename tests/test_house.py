@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -225,6 +226,21 @@ def test_pins_are_plain_and_cover_every_dependency():
     assert wanted <= {*pins, *parity} and "torch" in wanted and parity["torch"] == {"2.13.0"}
     assert all(versions == pins[name] for name, versions in parity.items() if name in pins)
     assert not [name for name in parity if name.startswith(("nvidia", "cuda")) or name == "triton"]  # of GPUs alone
+
+
+def test_what_make_runs_may_keep_bytecode():
+    """Packages are installed without it: a container's usual setting would have each command compile all it imports."""
+    rules = "include Makefile\ntold:; @echo [$${PYTHONDONTWRITEBYTECODE-unset}]\n"
+    done = subprocess.run(
+        ["make", "-s", "-f", "-", "told"],
+        input=rules,
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[unset]\n"
 
 
 def pinned(file: str) -> dict[str, set[str]]:
