@@ -38,21 +38,21 @@ def test_the_parts_by_hand():
     )  # fmt: skip
     assert num_parameters(config) == 600
     parts = memory_estimate(config, rows=3, seq_len=6, grad_accum=2).to_json()
-    # 18 tokens. A norm keeps 2 x 8 numbers and 2 sums a token; attention 4 x 8; scores of 2 heads a row of 6 x (4+4+4+1)
-    # bytes and 2 numbers; gelu 2 x 12: 2 * 18 * 4 + 128 + 2 * (78 + 8) + 96 = 540 bytes. Outside of the block: an id
-    # and what comes into a norm, 8 + 2 numbers: 44 bytes.
+    # 18 tokens. A norm keeps 2 x 8 numbers and 2 sums a token; attention 4 x 8; each of 2 heads 6 exponentials and their
+    # sum; gelu 2 x 12: 2 * 18 * 4 + 128 + 2 * 28 + 96 = 424 bytes. Outside of the block: an id and what comes into a
+    # norm, 8 + 2 numbers: 44 bytes.
     assert parts == {
         "params": 2400,
         "gradients": 4800,
         "moments": 4800,
         "ema": 0,
-        "activations": 18 * (540 + 44),
+        "activations": 18 * (424 + 44),
         "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 6 * 10,  # all positions in one chunk
         "stacked": 0,
         "gathered": 0,
         "update": 0,
         "batch": 2 * (18 * 13 + 3 * 4),
-        "total": 2400 + 4800 + 4800 + 10_512 + 2592 + 492,
+        "total": 2400 + 4800 + 4800 + 8424 + 2592 + 492,
     }
 
 
@@ -69,7 +69,8 @@ def test_the_state_follows_optimizer_average_and_shards():
     split = memory_estimate(TINY, rows=2, seq_len=64, fsdp=2, tensor=2)
     norms = 4 * (2 * TINY.n_layer + 1) * 128  # whole
     assert (split.params, split.moments) == ((params - norms) // 4 + norms, 2 * ((params - norms) // 4 + norms))
-    assert split.activations == one.activations > 0
+    by_library = memory_estimate(replace(TINY, attention="xla"), rows=2, seq_len=64)  # as split heads are attended to
+    assert split.activations == by_library.activations > one.activations > 0
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,8 @@ def test_seven_billion_parameters_need_more_than_a_card_of_80_gb():
     assert bare.params == 4 * 6_738_415_616
     assert bare.params + bare.gradients + bare.moments == pytest.approx(107.8e9, rel=1e-3)
     lighter = memory_estimate(replace(LLAMA_7B, compute_dtype="bfloat16", remat="full"), rows=1, seq_len=2048)
-    # 32 block inputs of 16.8 MB each, one block of 2.5 GB computed again, and the last norm
-    assert bare.activations > 55e9 and 2e9 < lighter.activations < 4e9
+    # 32 block inputs of 16.8 MB each, one block of 0.8 GB computed again, and the last norm
+    assert bare.activations > 25e9 and 1e9 < lighter.activations < 1.5e9
 
 
 def test_a_block_computed_again_takes_the_place_of_the_logits():
@@ -281,8 +282,7 @@ def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq
     """
     compiled = check_memory.compiled_bytes(config, rows, seq_len, **options)
     estimate = memory_estimate(config, rows=rows, seq_len=seq_len, **options).total
-    # 0.896 of scanned layers with jax 0.12. The compiler keeps keys once that plain attention cuts out for 8 blocks: 1.25.
-    assert 0.89 < estimate / compiled < (1.27 if seq_len == 1024 else 1.2)
+    assert 0.89 < estimate / compiled < 1.1
 
 
 GPT2_124M, LLAMA_360M, LLAMA_1B = (

@@ -246,7 +246,7 @@ def test_less_is_kept_the_more_is_computed_again():
     none, dots, full = map(kept_bytes, ("none", "dots", "full"))
     stream_bytes, params_bytes = 4 * 128 * 64 * 4, 4 * sum(a.size for a in jax.tree.leaves(shapes[0]))
     assert full < params_bytes + 10 * stream_bytes  # what enters each block, and what the last norm keeps
-    assert full < 0.5 * dots < 0.25 * none
+    assert full < 0.5 * dots < 0.3 * none
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
@@ -290,9 +290,9 @@ def test_bfloat16_is_of_products_and_parameters_stay_float32():
     equations = list(equations_of(jax.make_jaxpr(jax.grad(partial(some_loss, config)))(params).jaxpr))
     products = [str(eqn.outvars[0].aval.dtype) for eqn in equations if eqn.primitive.name == "dot_general"]
     exponentials = {str(eqn.outvars[0].aval.dtype) for eqn in equations if eqn.primitive.name == "exp"}
-    # In float32: attention's scores, their gradient's two products; logits, theirs and that of the head.
-    assert products.count("float32") == 3 * config.n_layer + 3
-    assert products.count("bfloat16") == len(products) - 9 >= 25
+    # In float32: attention's two products and the four of its backward pass; logits, their gradient and the head's.
+    assert products.count("float32") == 6 * config.n_layer + 3
+    assert products.count("bfloat16") == len(products) - 15 >= 19
     assert exponentials == {"float32"}
     grads = jax.grad(partial(some_loss, config))(params)
     assert {a.dtype for a in jax.tree.leaves(grads)} == {jnp.dtype("float32")}

@@ -35,7 +35,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from results import add_json_option, write_json
 
-from curriculum.model import formulation, loss, memory, modules, transformer
+from curriculum.model import formulation, layers, loss, memory, modules, transformer
 from curriculum.model.counts import num_parameters, num_projections
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.train import step
@@ -93,7 +93,7 @@ def as_on_a_gpu(loss_tokens: int | None) -> ExitStack:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     stack = ExitStack()
-    for module in (modules, transformer, loss, step):
+    for module in (layers, modules, transformer, loss, step):
         stack.enter_context(mock.patch.object(module, "backend", lambda: "gpu"))
     chosen = formulation.BY_BACKEND["gpu"]
     chosen = replace(chosen, loss_tokens=loss_tokens or chosen.loss_tokens)

@@ -6,6 +6,7 @@ Shape suffixes as in `curriculum.model.transformer`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from curriculum.model.formulation import backend
 from curriculum.model.presets import LoraConfig, ModelConfig
 
 
@@ -49,7 +51,7 @@ def _normed_backward(centred, eps, kept, dnormed):
     x, mean, rate, scale_D = kept
     # Without the barrier XLA computes both sums again for the scale's gradient, and writes the terms of that gradient
     # as a float32 array.
-    mean, rate = jax.lax.optimization_barrier((mean, rate))
+    mean, rate = jax.lax.optimization_barrier(after((mean, rate), dnormed[..., :1]))
     unit, dunit = _shifted(x, mean) * rate, dnormed * scale_D
     dx = dunit - unit * (dunit * unit).mean(axis=-1, keepdims=True)
     if centred:
@@ -62,6 +64,17 @@ def _shifted(x: jax.Array, mean: jax.Array | None) -> jax.Array:
 
 
 _normed.defvjp(_normed_forward, _normed_backward)
+
+
+def after(kept: Any, gradient: jax.Array) -> Any:
+    """On a CPU, arrays of the forward pass that are there no sooner than the gradient; NaN where that is not finite.
+
+    What of the backward pass follows from the forward pass alone XLA computes at once, and keeps until it is needed:
+    with this an update of 10.7M parameters takes 0.86 of the memory, in the same time. A barrier does not prevent it
+    there, as it is taken out before instructions are ordered. Compiled for an H100, the least time of 124M is 1.02
+    times as long with it, and the memory the same.
+    """
+    return jax.tree.map(lambda array: array + 0 * gradient, kept) if backend() == "cpu" else kept
 
 
 def norm(config: ModelConfig) -> Norm:
@@ -133,8 +146,23 @@ class MLP(nnx.Module):
 
     def _inner(self, x_MD: jax.Array) -> jax.Array:
         if self.gate is None:
-            return nnx.gelu(self.up(x_MD), approximate=True)
-        return nnx.silu(self.gate(x_MD)) * self.up(x_MD)
+            return _gelu(self.up(x_MD))
+        return _swiglu(self.gate(x_MD), self.up(x_MD))
+
+
+def _keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """An elementwise function of [M, F] arrays, whose backward pass computes the rest from these again."""
+
+    def backward(arguments, gradient_MF):
+        return jax.vjp(function, *after(arguments, gradient_MF))[1](gradient_MF)
+
+    keeping = jax.custom_vjp(function)
+    keeping.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return keeping
+
+
+_gelu = _keeping_arguments(partial(nnx.gelu, approximate=True))
+_swiglu = _keeping_arguments(lambda gate_MF, up_MF: nnx.silu(gate_MF) * up_MF)
 
 
 def _is_product_or_cast(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -155,28 +155,22 @@ def _cudnn_workspace_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
 
 
 def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
-    """Bytes of a block that are the same in all blocks: the visible positions, and the zeros of scores and dropouts."""
-    scores = model.n_head * _num_scores(model, seq_len) * (FLOAT32_BYTES + 1)
+    """Bytes of a block that are the same in all: dropouts' zeros; of xla attention visible positions, scores' zeros."""
+    scores = model.n_head * seq_len**2 * (FLOAT32_BYTES + 1) if model.attention == "xla" else 0
     zeros = seq_len * 2 * model.d_model * BYTES_OF[model.compute_dtype] if model.dropout else 0
     return rows * (scores + zeros)
 
 
-def _num_scores(model: ModelConfig, seq_len: int) -> int:
-    """How many scores one head keeps for a row. Here and below, `auto` attention is plain."""
-    if model.attention in ("cudnn", "xla"):
-        return 0 if model.attention == "cudnn" else seq_len**2
-    return sum((end - first) * (end - first_key) for first_key, first, end in _blocks(model, seq_len))
-
-
-def _num_keys(model: ModelConfig, seq_len: int) -> int:
-    """How many keys one head keeps for a row: plain attention cuts them out anew for each block of queries."""
-    if model.attention in ("cudnn", "xla"):
-        return seq_len
-    return sum(end - first_key for first_key, _, end in _blocks(model, seq_len))
-
-
-def _blocks(model: ModelConfig, seq_len: int) -> list[tuple[int, int, int]]:
-    return query_blocks(seq_len, model.sliding_window)
+def _bytes_of_scores(model: ModelConfig, seq_len: int) -> int:
+    """What one head keeps for the scores of a row. Here and below, `auto` attention is plain."""
+    width_bytes = BYTES_OF[model.compute_dtype]
+    if model.attention == "cudnn":
+        return seq_len * FLOAT32_BYTES
+    if model.attention == "xla":
+        return seq_len**2 * (2 * FLOAT32_BYTES + width_bytes + 1) + seq_len * 2 * FLOAT32_BYTES
+    blocks = query_blocks(seq_len, model.sliding_window)
+    num_scores = sum((end - first) * (end - first_key) for first_key, first, end in blocks)
+    return num_scores * width_bytes + seq_len * FLOAT32_BYTES
 
 
 def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
@@ -187,14 +181,13 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     | full | block input | | | |
     | dots | block input, query, attention's out | key, value | up; swiglu: gate as well | |
     | none | query, mixed; input and output of each norm | key, value | up; swiglu: gate as well; \
-    and the input of down | scores' other branch (zeros) and exponentials in float32, shares, and a byte for whether \
-    it is visible; cudnn: none, and mixed in any case |
+    and the input of down | plain: exponentials; xla: exponentials and the scores' other branch (zeros) in float32, \
+    shares, and a byte for whether it is visible; cudnn: none |
 
-    With none, plain attention keeps keys and values once for each of the `query_blocks` that see them. It also keeps
-    small float32 numbers for each row of these arrays, dropout's mask and zeros, and in bfloat16 a copy of each weight,
-    unless layers are scanned (their copy is `stacked`). With adapters, the output of a norm, mixed and the input of
-    down are kept only if an adapter reads them. Each adapter adds its inner [M, rank] and its result: with dots for all
-    but down; with none for gate and up only.
+    With none it also keeps small float32 numbers for each row of these arrays, dropout's mask and zeros, and in
+    bfloat16 a copy of each weight, unless layers are scanned (their copy is `stacked`). With adapters, the output of a
+    norm, the input of down, and xla's mixed are kept only if an adapter reads them. Each adapter adds its inner
+    [M, rank] and its result: with dots for all but down; with none for gate and up only.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
     query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
@@ -213,23 +206,19 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
 
     low = model.compute_dtype != "float32"
     num_normed = is_kept("query", "key", "value") + is_kept("gate", "up")
-    flash = model.attention == "cudnn"
-    attention = (1 + (flash or is_kept("out"))) * query_width * width_bytes
-    keys = 2 * kv_width * _num_keys(model, seq_len) * width_bytes
+    attention = (1 + (model.attention != "xla" or is_kept("out"))) * query_width * width_bytes
+    attention += 2 * kv_width * width_bytes
     if model.qk_norm:
         # The input of each query's and key's norm, and each head's deviation.
         attention += (query_width + kv_width) * width_bytes
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
-    of_score = 2 * FLOAT32_BYTES + width_bytes + 1
-    scores = model.n_head * _num_scores(model, seq_len) * of_score
-    of_query = model.n_head * (FLOAT32_BYTES if flash else 2 * FLOAT32_BYTES)
     num_inner = 1 + gated + is_kept("down") + sum(name in targets for name in ("gate", "up"))
     mlp = num_inner * model.d_ff * width_bytes
     weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
     weights += num_adapters(model) // model.n_layer
-    per_token = 2 * _norm_bytes(model) + attention + of_query + mlp + 2 * _dropout_bytes(model)
+    per_token = 2 * _norm_bytes(model) + attention + mlp + 2 * _dropout_bytes(model)
     per_token += (num_normed * model.d_model + inner) * width_bytes
-    kept = num_tokens * per_token + rows * (scores + keys)
+    kept = num_tokens * per_token + rows * model.n_head * _bytes_of_scores(model, seq_len)
     return kept + (weights * width_bytes if low and model.layers != "scanned" else 0)
 
 

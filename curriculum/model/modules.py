@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from curriculum.model.formulation import attention_of, backend, layers_of, qkv_of, query_blocks
+from curriculum.model.attention import attend, causal_attention, flat
+from curriculum.model.formulation import attention_of, backend, layers_of, qkv_of
 from curriculum.model.layers import MLP, head_norm, linear, norm, side_by_side
 from curriculum.model.model import Placement
 from curriculum.model.presets import ModelConfig
@@ -230,13 +231,13 @@ class Attention(nnx.Module):
         key_PSK = key_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
         value_PSK = value_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
         if cache is None:
-            mixed_PGTK = _by_blocks(query_PGTK, key_PSK, value_PSK, rows.visible_BTS, self.config.sliding_window)
-        else:
-            new = (key_PSK.reshape(B, J, T, K), value_PSK.reshape(B, J, T, K))
-            cache = tuple(_write(*pair, rows.positions_BT[:, 0]) for pair in zip(cache, new, strict=True))
-            key_PSK, value_PSK = (array_BJSK.reshape(B * J, -1, K) for array_BJSK in cache)
-            mixed_PGTK = _attend(query_PGTK, key_PSK, value_PSK, rows.visible_BTS)
-        return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1)), cache
+            seen = key_PSK, value_PSK, rows.visible_BTS
+            return self.out(causal_attention(B, self.config.sliding_window, query_PGTK, *seen)), None
+        new = (key_PSK.reshape(B, J, T, K), value_PSK.reshape(B, J, T, K))
+        cache = tuple(_write(*pair, rows.positions_BT[:, 0]) for pair in zip(cache, new, strict=True))
+        key_PSK, value_PSK = (array_BJSK.reshape(B * J, -1, K) for array_BJSK in cache)
+        mixed_PGTK, *_ = attend(query_PGTK, key_PSK, value_PSK, rows.visible_BTS)
+        return self.out(flat(mixed_PGTK, B)), cache
 
     def _library_attention(
         self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows, placement: Placement
@@ -265,38 +266,6 @@ class Attention(nnx.Module):
             attend = placement.on_each(attend, self.config.n_kv_head)
         masks = [rows.visible_BTS[:, None]] if apart else []  # documents: it differs from row to row
         return attend(query_BTHK, key_BTJK, value_BTJK, *masks)
-
-
-def _by_blocks(
-    query_PGTK: jax.Array,
-    key_PTK: jax.Array,
-    value_PTK: jax.Array,
-    visible_BTS: jax.Array,
-    sliding_window: int | None,
-) -> jax.Array:
-    """mixed_PGTK of causal attention: each block of queries attends to the keys that any of it may see."""
-    mixed = []
-    for first_key, first, end in query_blocks(query_PGTK.shape[2], sliding_window):
-        keys, queries = slice(first_key, end), slice(first, end)
-        seen = key_PTK[:, keys], value_PTK[:, keys], visible_BTS[:, queries, keys]
-        mixed.append(_attend(query_PGTK[:, :, queries], *seen))
-    return jnp.concatenate(mixed, axis=2)
-
-
-def _attend(query_PGTK: jax.Array, key_PSK: jax.Array, value_PSK: jax.Array, visible_BTS: jax.Array) -> jax.Array:
-    """mixed_PGTK: for each query the mean of the values that it sees, weighted by the softmax of its scores.
-
-    The queries of a group are stacked along one axis, so that no key or value is repeated, and both products have the
-    single leading batch axis that XLA's fast routine wants.
-    """
-    P, G, T, K = query_PGTK.shape
-    S = key_PSK.shape[1]
-    query_PQK = query_PGTK.reshape(P, G * T, K)
-    scores_PQS = jnp.einsum("pqk,psk->pqs", query_PQK, key_PSK, preferred_element_type=jnp.float32)
-    scores_BJGTS = scores_PQS.reshape(len(visible_BTS), -1, G, T, S)
-    scores_BJGTS = jnp.where(visible_BTS[:, None, None], scores_BJGTS, -jnp.inf)
-    shares_PQS = jax.nn.softmax(scores_BJGTS.reshape(scores_PQS.shape), axis=-1).astype(value_PSK.dtype)
-    return jnp.einsum("pqs,psk->pqk", shares_PQS, value_PSK).reshape(P, G, T, K)
 
 
 def _write(cache_BJSK: jax.Array, new_BJTK: jax.Array, starts_B: jax.Array) -> jax.Array:
