@@ -60,7 +60,7 @@ BY_BACKEND = {
     "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table). At the
     # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each keeps for
-    # the backward pass is copied twice more; 89 with plain attention, which keeps its scores; and 52 with the loss
+    # the backward pass is copied twice more; 86 with plain attention, which keeps its scores; and 52 with the loss
     # of 512 tokens at a time, each chunk adding to the head's gradient. A branch would make the host wait for each
     # update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a multiple of 16 bytes, as tensor cores
     # want it.
