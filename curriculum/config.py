@@ -204,7 +204,11 @@ def build_config(
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
-    checks = [*CHECKS, *(PATH_CHECKS if check_paths else []), *(ROW_CHECKS if continues is None else [])]
+    checks = [
+        *CHECKS,
+        *(PATH_CHECKS if check_paths else []),
+        *(ROW_CHECKS if check_paths and continues is None else []),
+    ]
     if check_paths and not _keeps_tokenizer(values, continues):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}

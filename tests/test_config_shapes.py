@@ -3,7 +3,7 @@
 import pytest
 from tiny_run import tiny_data, write_corpus
 
-from curriculum.config import build_config, load_config
+from curriculum.config import build_config, config_from_json, load_config
 from curriculum.errors import InputError
 from curriculum.schema.shapes import row_problems
 
@@ -64,6 +64,12 @@ def test_what_must_agree(tmp_path, a, b, sections, told):
     with pytest.raises(InputError) as error:
         config(tmp_path, a, b, **{"train": data["train"], "model": data["model"] | of_model} | sections)
     assert len(error.value.problems) == 1 and told in error.value.problems[0]
+
+
+def test_the_config_of_a_run_that_went_on_on_another_mesh_is_read(tmp_path):
+    """Of a run that goes on only the phases ahead have to fit the mesh; eval, generate and branch read its config."""
+    data = config(tmp_path, {"batch_size": 6}, {"batch_size": 8}).to_json() | {"mesh": {"data": 4}}
+    assert config_from_json(data).mesh.data == 4
 
 
 def test_cudnn_trains_on_an_even_number_of_positions(tmp_path):
