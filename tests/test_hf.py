@@ -363,6 +363,8 @@ def test_keys_left_out_are_what_the_class_takes(tmp_path):
         ("Llama-2-7b", {"head_dim": 5}, "as d_head: got 5, expected an even number"),
         ("Qwen2.5-0.5B", {"use_sliding_window": True, "max_window_layers": 20},
          "use_sliding_window: 4 of 24 layers see 32768 tokens and the others all; expected all layers alike"),
+        ("SmolLM3-3B", {"no_rope_layers": None, "no_rope_layer_interval": None}, "no_rope_layer_interval: got null, expected an integer from 1"),
+        ("SmolLM3-3B", {"max_position_embeddings": None}, "max_position_embeddings: got null, expected an integer from 1"),
         ("Qwen3-0.6B", {"layer_types": ["sliding_attention"] * 28}, "sliding_window: missing, though layer_types has sliding_attention"),
         ("Qwen3-0.6B", {"layer_types": ["chunked_attention"] * 28}, "expected full_attention and sliding_attention only"),
         ("Qwen3-0.6B", {"layer_types": ["full_attention"] * 3}, "expected full_attention and sliding_attention only, for each of 28"),

@@ -132,13 +132,13 @@ def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
         "vocab_size": keys.size("vocab_size"),
         "n_layer": keys.size("num_hidden_layers"),
         "n_head": n_head,
-        "n_kv_head": keys.size("num_key_value_heads", left_out["num_key_value_heads"]) or n_head,
+        "n_kv_head": keys.size("num_key_value_heads", left_out["num_key_value_heads"], null=True) or n_head,
         "d_model": keys.size("hidden_size"),
         "d_ff": keys.size("intermediate_size"),
         "max_seq_len": keys.size("max_position_embeddings", left_out["max_position_embeddings"]),
         "tie_embeddings": keys.truth("tie_word_embeddings", left_out["tie_word_embeddings"]),
         "norm_eps": keys.number("rms_norm_eps", left_out["rms_norm_eps"]),
-        "d_head": keys.size("head_dim", left_out["head_dim"]),
+        "d_head": keys.size("head_dim", left_out["head_dim"], null=True),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
         "sliding_window": _sliding_window(keys, model_type),
@@ -198,7 +198,7 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
     """How many tokens each token attends to, the same in every layer; None: all."""
     if model_type == "llama":
         return None
-    window = keys.size("sliding_window", _LEFT_OUT[model_type]["sliding_window"])
+    window = keys.size("sliding_window", _LEFT_OUT[model_type]["sliding_window"], null=True)
     kinds = keys.data.get("layer_types")
     if model_type == "mistral" and kinds is None:  # with layer_types it is Ministral to transformers
         return window
@@ -277,10 +277,10 @@ class _Keys:
             self.problem(key, "missing; this key is needed")
         return default[0] if default else None
 
-    def size(self, key: str, *default: int | None, least: int = 1) -> Any:
-        """An integer of `least` or more. None if that is the default, or if null is given for a key with a default."""
+    def size(self, key: str, *default: int | None, least: int = 1, null: bool = False) -> Any:
+        """An integer of `least` or more. None if that is the default; for null, if `null` or the default say so."""
         value = self._given(key, default)
-        if value is None and (default or key not in self.data):
+        if value is None and (null or default == (None,) or key not in self.data):
             return None if default else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
             self.problem(key, f"got {shown(value)}, expected an integer from {least} to {LARGEST_SIZE}")
