@@ -16,7 +16,7 @@ from curriculum.config import Config, changed_config, load_config
 from curriculum.disk.lock import RunLock
 from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import check_there, checkpoint_steps, read_ledger, undamaged
+from curriculum.find_checkpoint import check_there, checkpoint_steps, is_step, read_ledger, undamaged
 from curriculum.model.model import Model
 from curriculum.record.console import resume_command
 from curriculum.record.events import EVENTS, check_offsets
@@ -186,7 +186,7 @@ def _edit_in_force(
 
 def _step_of(trunk: Run, at: int | str) -> int:
     """`at` as an int. Raises InputError unless it is a step that the trunk has reached."""
-    if isinstance(at, bool) or not (isinstance(at, int) or (at.isascii() and at.isdecimal())) or int(at) < 0:
+    if isinstance(at, bool) or not (isinstance(at, int) or is_step(at)) or int(at) < 0:
         raise InputError(f"--at {at}: expected a step of {trunk.directory.path}")
     last = max((line["step"] for line in [*trunk.events[-1:], *trunk.metrics[-1:]]), default=0)
     if int(at) > last:

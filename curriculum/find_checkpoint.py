@@ -36,7 +36,7 @@ def find_checkpoint(
     gone, or if there is a gold but no line in the record; and one that lists the undamaged steps if the checkpoint is
     damaged.
     """
-    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
+    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
     record = directory.path / EVENTS
     # Before the folders are listed: a gold's line comes before its checkpoint has its name.
@@ -82,7 +82,8 @@ def find_checkpoint(
     return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
 
 
-def _is_step(text: str) -> bool:
+def is_step(text: str) -> bool:
+    """Whether a text is a number that a step can be."""
     return text.isascii() and text.isdecimal() and len(text) < 20
 
 

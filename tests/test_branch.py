@@ -293,6 +293,7 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(re
         ("25", [], "--at 25: .*trunk has only reached step 24; give a step up to 24"),
         ("-1", [], "--at -1: expected a step of"),
         ("half", [], "--at half: expected a step of"),
+        ("9" * 5000, [], "--at 9+: expected a step of"),  # Python refuses to read as many digits
         ("1", [], "--at 1: .*trunk has no checkpoint at or before it; available: 2, 4, 6, 8, 10, 12$"),
         ("12", ["seed=7"], "seed: got 7, but steps 0 to 12 were trained with 1337"),
         ("12", ["model.n_layer=2"], "model: the architecture of a run cannot change"),

@@ -613,6 +613,7 @@ def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):
             ["only-one", "only-one", "--at", "epochs"],
             "error: --at epochs: expected tokens, step, or the number of a step",
         ),
+        (["only-one", "only-one", "--at", "9" * 5000], "expected tokens, step, or the number of a step"),
     ],
 )
 def test_wrong_input_exits_with_2(pair, arguments, said):

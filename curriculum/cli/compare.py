@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from curriculum.cli.options import print_json
+from curriculum.find_checkpoint import is_step
 
 
 @click.command()
@@ -25,7 +26,7 @@ def command(runs, at, as_json):
     from curriculum.views.compare import compare
     from curriculum.views.compare_text import table
 
-    comparison = compare(runs, at=int(at) if at.isdecimal() else at)
+    comparison = compare(runs, at=int(at) if is_step(at) else at)
     if as_json:
         print_json(comparison.to_json())
     else:
