@@ -539,6 +539,18 @@ def test_a_terminal_shows_what_matters_in_color_unless_it_is_not_to(tmp_path, mo
     assert (tmp_path / "train.log").read_text().splitlines() == ["resumed at step 30 of 75000", line]
 
 
+def test_a_run_that_ends_early_names_the_checkpoint_that_it_goes_on_from(tmp_path):
+    """A gold is one, where no other checkpoint could be saved."""
+    (tmp_path / "gold/20").mkdir(parents=True)
+    failed = stamped("checkpoint_failed", 60, path="checkpoints/60", why="", last_good_step=20, next_try_step=None)
+    stream = io.StringIO()
+    console = Console(tmp_path, stream=stream)
+    for event in (start(), failed):
+        console.event(event)
+    console.close()
+    assert stream.getvalue().splitlines()[-2:] == ["stopped", f"  resume from  {tmp_path}/gold/20"]
+
+
 def test_of_golds_that_one_guard_blocks_in_a_row_the_first_is_told(tmp_path):
     def blocked(step, guard):
         return stamped("gold_blocked", step, reason=f"{guard}: {step}", guard=guard)

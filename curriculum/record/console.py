@@ -30,6 +30,7 @@ from curriculum.record.sentences import (
 )
 from curriculum.record.wording import MOST_NAMED, duration, first_of, largest, loss, percent_done
 from curriculum.run import DEFAULT_STORE_DIR
+from curriculum.run_directory import RunDirectory
 
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once
@@ -162,7 +163,8 @@ class Console:
 
     @property
     def _checkpoint(self) -> Path:
-        return self._run_dir / "checkpoints" / str(self._checkpoint_step)
+        folders = [place / str(self._checkpoint_step) for place in RunDirectory(self._run_dir).places]
+        return next((folder for folder in folders if folder.is_dir()), folders[0])
 
     def _resume_hint(self, step: str, longer: bool = False) -> str:
         return f": {self._resume_command(step, longer)}" if self._resume_command else ""

@@ -140,12 +140,14 @@ class Running:
         return Stopped(signal_number, done, last, "" if last == done else self.why_not_saved or "it is gone")
 
     def _last_good(self) -> int | None:
-        return max(from_first(self.checkpoints.steps), default=None)
+        """The step that --resume latest begins from: a gold or a kept copy only if nothing is in checkpoints/."""
+        own = from_first(self.checkpoints.steps)
+        return max(own or [step for place in self.best.places for step in from_first(place.steps)], default=None)
 
     def check_saved(self, done: int) -> None:
         """Raise InputError if the run ends after `done` updates without the checkpoint of that step."""
-        last = self._last_good()
-        if last != done:
+        if done not in from_first(self.checkpoints.steps):
+            last = self._last_good()
             good = (
                 "there is no good one: the run starts over" if last is None else f"the last good one is of step {last}"
             )
