@@ -289,6 +289,7 @@ def test_what_the_keys_mean(tmp_path):
     assert qwen.qkv_bias and not qwen.bias and qwen.sliding_window is None
     assert read("Qwen2.5-0.5B", use_sliding_window=True, max_window_layers=0).sliding_window == 32768
     assert read("Qwen2.5-0.5B", use_sliding_window=True).sliding_window is None  # from layer 24 of 24 on
+    assert read("Qwen2.5-0.5B", max_window_layers=None).sliding_window is None  # not read
     assert read("Qwen3-0.6B").qk_norm and read("Qwen3-0.6B").d_head == 128
     gpt2 = read("gpt2")
     assert (gpt2.pos_encoding, gpt2.mlp_type, gpt2.norm_type, gpt2.bias, gpt2.d_ff) == (

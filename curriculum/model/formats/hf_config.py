@@ -208,7 +208,7 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
     if kinds is None and model_type == "smollm3":
         slides = [window is not None and not has_rope for has_rope in _ropes(keys, num_layers)]
     elif kinds is None:
-        first = keys.size("max_window_layers", 28, least=0)
+        first = keys.size("max_window_layers", 28, least=0, null=window is None)
         slides = [window is not None and layer >= first for layer in range(num_layers)]
     elif not isinstance(kinds, list) or len(kinds) < num_layers or not all(kind in _LAYER_TYPES for kind in kinds):
         expected = f"expected full_attention and sliding_attention only, for each of {num_layers} layers"
