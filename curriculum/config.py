@@ -124,7 +124,8 @@ def load_config(
     A file without phases gets one of the sources in `dataset_dirs`, in equal parts. `init_from` and `keep_optimizer`
     are those of the `adaptation` section. `remembered` are options as `Config.command_line` gives them, applied first;
     `continues` is the directory of the run that goes on, which needs no other run any more. Without `check_paths` the
-    data need not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
+    data need not be there, nor the mesh divide the rows, which training checks. Raises InputError with every problem
+    found: file:line:column: path: what, got, expected.
     """
     data, origin = read_yaml(path)
     options = options_of(overrides, dataset_dirs, eval_dataset_dirs, init_from, keep_optimizer)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
+from curriculum.model import layers as model_layers
 from curriculum.model.formulation import (
     BY_BACKEND,
     attention_of,
@@ -142,6 +143,28 @@ def test_plain_attention_over_several_blocks_of_queries_computes_what_the_librar
     config = replace(config, layers="unrolled", max_seq_len=150, sliding_window=window, compute_dtype="float32")
     assert len(query_blocks(150, window)) == 3
     assert_alike(replace(config, attention="plain"), replace(config, attention="xla"), documents, times=25)
+
+
+@pytest.mark.parametrize("changed", [{"compute_dtype": "bfloat16"}, {"layers": "scanned"}], ids=str)
+def test_several_blocks_in_bfloat16_and_in_scanned_layers(changed):
+    config = replace(GROUPED, max_seq_len=150, **{"layers": "unrolled", **changed})
+    assert_alike(replace(config, attention="plain"), replace(config, attention="xla"), True, times=25)
+
+
+@pytest.mark.parametrize("function", ["_gelu", "_swiglu"])
+def test_what_is_computed_again_for_the_gradient_is_what_autodiff_kept(function):
+    rng = np.random.default_rng(0)
+    gate_MF, up_MF, gradient_MF = rng.normal(0, 2, (3, 5, 7)).astype(np.float32)
+    arguments, plain = {
+        "_gelu": ((up_MF,), lambda up: jax.nn.gelu(up, approximate=True)),
+        "_swiglu": ((gate_MF, up_MF), lambda gate, up: jax.nn.silu(gate) * up),
+    }[function]
+    found, way_back = jax.vjp(getattr(model_layers, function), *arguments)
+    expected, way_back_expected = jax.vjp(plain, *arguments)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for one, another in zip(way_back(gradient_MF), way_back_expected(gradient_MF), strict=True):
+        np.testing.assert_allclose(one, another, rtol=1e-5, atol=1e-6)
+        assert np.abs(one).max() > 1
 
 
 @pytest.mark.parametrize("layers", ["unrolled", "scanned"])

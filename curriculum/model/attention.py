@@ -27,7 +27,7 @@ def causal_attention(
 ) -> jax.Array:
     """mixed_MF of causal attention: each block of queries attends to the keys that any of it may see.
 
-    Its own backward pass keeps the exponentials, their sums, its arguments and its result. Autodiff also keeps the
+    Its own backward pass keeps the exponentials, their sums, query, key, value and the result. Autodiff also keeps the
     shares, zeros for what is not visible, and a copy of each block's keys and values.
     """
     return _forward(num_rows, sliding_window, query_PGTK, key_PTK, value_PTK, visible_BTS)[0]
@@ -47,7 +47,7 @@ def _forward(num_rows, sliding_window, query_PGTK, key_PTK, value_PTK, visible_B
 def _backward(num_rows, sliding_window, kept, dmixed_MF):
     """The scores' gradient is shares * (dshares - mixed . dmixed): FlashAttention, arXiv:2205.14135, appendix B.2.
 
-    A query's share is its exponential over their sum; dmixed is divided by the sum instead, which is smaller.
+    A share is an exponential over their sum; dmixed, a smaller array, is divided by the sum instead.
     """
     # Without the barrier XLA keeps what the forward pass had computed of these, such as exponentials in float32.
     query_PGTK, key_PTK, value_PTK, exponentials, mixed_MF = jax.lax.optimization_barrier(kept)

@@ -1,9 +1,10 @@
 """The device memory that one update of the transformer needs, estimated from its shape. Nothing here imports jax.
 
 The estimate is of the peak: the forward pass of a micro-step is done, and the loss has its first chunk of logits at
-hand. In the backward pass gradients take the place of activations. For a block it counts what automatic differentiation
-keeps for the backward pass; a compiler that fuses keeps less. If only adapters are trained, a matrix without an adapter
-keeps no input, and the first block is counted like the others, although the backward pass ends at its first adapter.
+hand. In the backward pass gradients take the place of activations; what that of a block needs while it runs is not
+counted. Of a block it counts what is kept for the backward pass, by automatic differentiation and by the backward
+passes of attention, norms and feed-forward. If only adapters are trained, a matrix without an adapter keeps no input,
+and the first block is counted like the others, although the backward pass ends at its first adapter.
 
 Shape suffixes: B rows of a micro-step, T positions, M = B*T, D width, F ffn, H query heads, V vocabulary.
 """
