@@ -124,8 +124,7 @@ def load_config(
     A file without phases gets one of the sources in `dataset_dirs`, in equal parts. `init_from` and `keep_optimizer`
     are those of the `adaptation` section. `remembered` are options as `Config.command_line` gives them, applied first;
     `continues` is the directory of the run that goes on, which needs no other run any more. Without `check_paths` the
-    data need not be there, nor the mesh divide the rows, which training checks. Raises InputError with every problem
-    found: file:line:column: path: what, got, expected.
+    data need not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
     """
     data, origin = read_yaml(path)
     options = options_of(overrides, dataset_dirs, eval_dataset_dirs, init_from, keep_optimizer)
@@ -147,7 +146,7 @@ def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
 
 def config_from_json(data: Mapping) -> Config:
     """The config of `Config.to_json`, as a run directory keeps it; the data need not be there any more."""
-    return build_config(dict(data), Origin("config.resolved.json"), check_paths=False)
+    return build_config(dict(data), Origin("config.resolved.json"), check_paths=False, check_rows=False)
 
 
 def changed_config(
@@ -159,10 +158,13 @@ def changed_config(
     continues: str | os.PathLike | None = None,
     check_paths: bool = True,
 ) -> Config:
-    """A config of no file with options as of `load_config`; it remembers those of its own."""
+    """A config of no file with options as of `load_config`; it remembers those of its own.
+
+    Without `check_paths` it is to be read, not trained: rows are not held against the mesh either.
+    """
     data, origin = config.to_json(), Origin("config.resolved.json")
     apply_options(options_of(overrides, dataset_dirs, eval_dataset_dirs), data, origin)
-    return build_config(data, origin, check_paths=check_paths, continues=continues)
+    return build_config(data, origin, check_paths=check_paths, check_rows=check_paths, continues=continues)
 
 
 def build_config(
@@ -170,11 +172,13 @@ def build_config(
     origin: Origin | None = None,
     *,
     check_paths: bool = True,
+    check_rows: bool = True,
     continues: str | os.PathLike | None = None,
 ) -> Config:
     """A checked Config from data with the keys of the YAML, for library use.
 
-    Paths, tuples and numpy's numbers become what YAML has for them. The rest as in `load_config`.
+    Paths, tuples and numpy's numbers become what YAML has for them. With `check_rows` the mesh has to divide the rows
+    of each phase; of a run that goes on training checks those to come. The rest as in `load_config`.
     """
     origin = origin or Origin()
     if not isinstance(data, dict):
@@ -208,7 +212,7 @@ def build_config(
     checks = [
         *CHECKS,
         *(PATH_CHECKS if check_paths else []),
-        *(ROW_CHECKS if check_paths and continues is None else []),
+        *(ROW_CHECKS if check_rows and continues is None else []),
     ]
     if check_paths and not _keeps_tokenizer(values, continues):
         checks += TOKENIZER_PATH_CHECKS
