@@ -157,31 +157,17 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
     assert_same_run(run_dir, whole)
 
 
-def test_the_last_good_step_is_the_one_that_the_run_goes_on_from(place, tmp_path):
-    """Not a gold's, though that of step 6 is newer."""
-    run_dir, sections = tmp_path / "run", {"checkpoint": {"every": 4, "keep": 3}}
-    code, errors = train_in_process(place, run_dir, {7: "full"}, **sections)
-    assert code == 2 and (run_dir / "gold/6").is_dir()
-    assert (
-        "checkpoints/12: the last checkpoint could not be saved: File too large; the last good one is of step 4"
-        in errors
-    )
+@pytest.mark.parametrize(("every", "full", "last"), [(4, 7, 4), (12, 4, 3)])
+def test_the_last_good_step_is_the_one_that_the_run_goes_on_from(place, tmp_path, every, full, last):
+    """Not that of gold 6 beside checkpoint 4; gold 3 where there is nothing else."""
+    run_dir, sections = tmp_path / "run", {"checkpoint": {"every": every, "keep": 3}}
+    code, errors = train_in_process(place, run_dir, {full: "full"}, **sections)
+    assert code == 2 and (run_dir / f"gold/{6 if every == 4 else 3}").is_dir()
+    why = f"File too large; the last good one is of step {last}; free disk space and continue with --resume latest"
+    assert f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: {why}" in errors
     code, errors = train_in_process(place, run_dir, resume="latest", **sections)
     assert code == 0, errors
-    assert [e["step"] for e in load_run(run_dir).events if e["event"] == "resume"] == [4]
-
-
-def test_a_gold_is_a_checkpoint_to_go_on_from_where_there_is_no_other(place, tmp_path):
-    run_dir, sections = tmp_path / "run", {"checkpoint": {"every": 12, "keep": 3}}
-    code, errors = train_in_process(place, run_dir, {4: "full"}, **sections)
-    assert code == 2
-    assert (
-        f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: File too large; the last good one is of step 3; "
-        "free disk space and continue with --resume latest"
-    ) in errors
-    code, errors = train_in_process(place, run_dir, resume="latest", **sections)
-    assert code == 0, errors
-    assert [e["step"] for e in load_run(run_dir).events if e["event"] == "resume"] == [3]
+    assert [e["step"] for e in load_run(run_dir).events if e["event"] == "resume"] == [last]
 
 
 @pytest.mark.slow
