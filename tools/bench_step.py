@@ -5,24 +5,26 @@
     python tools/bench_step.py --sizes medium long --variants step step:blocks=1 step:blocks=4
     python tools/bench_step.py --sizes small --variants step:n_layer=24 step:n_layer=24,layers=scanned
     python tools/bench_step.py --sizes small --variants step plain --wait-every 1
+    python tools/bench_step.py --sizes gpt2-124m llama-360m llama-1b --dtype bfloat16
 
     train           `curriculum train` in a process of its own: text, logging every 10 steps, checkpoints, TensorBoard;
                     its times are those of its record (`step_time_s`, without evals and saves); the first row is left
                     out
     step            the update of curriculum.train.step on a batch that is on the device already; after a colon there
-                    may follow fields of ModelConfig, skip=branch|select, qkv=joined|apart, and blocks=N, at most N
-                    blocks of queries in plain attention
-    plain           tools/plain_jax.py
-    torch, torch_compile, hf, hf_trainer      tools/torch_gpt2.py
+                    may follow fields of ModelConfig, skip=branch|select, qkv=joined|apart, loss_tokens=N, blocks=N
+                    (at most N blocks of queries in plain attention), and documents=N, so many a row, kept apart
+    plain           tools/plain_jax.py, which has GPT-2's sizes only
+    torch, torch_compile, hf, hf_compile, hf_trainer      tools/torch_update.py; the first two have GPT-2's sizes only
 
 Each variant but `train` is a process that stays alive; they take turns, a few steps at a time after one that is not
-timed. A time is the mean of ten steps, as in the record of a run: as there, those in jax are dispatched one after the
-other and waited for at the end, which hides what a dispatch takes (`--wait-every 1` waits for each). Those in jax have
-the trainer's malloc. The machine may be shared: trust only the ratios within one run. An update's FLOPs are 6 per token
-and parameter of the blocks' matrices and the head, and 6 x layers x positions x width per token for attention's two
-products (causal: half of 12). flop_share, the model FLOP utilisation, is FLOPs per second over a peak. On a CPU that is
-the best float32 product of 1,024 x 1,024 matrices in the same run. On a GPU it is the dense bfloat16 figure of the
-card's data sheet, halved for float32, whose products are TF32 there, in jax by default and in torch as asked.
+timed. A time is the mean of ten steps, as in the record of a run: as there, they are dispatched one after the other and
+waited for at the end, which hides what a dispatch takes (`--wait-every 1` waits for each). Those in jax have the
+trainer's malloc. The machine may be shared: trust only the ratios within one run. What cannot run, or fails, is left
+out and named at the end. An update's FLOPs are 6 per token and parameter of the blocks' matrices and the head, and 6 x
+layers x positions x width per token for attention's two products (causal: half of 12). flop_share, the model FLOP
+utilisation, is FLOPs per second over a peak. On a CPU that is the best float32 product of 1,024 x 1,024 matrices in the
+same run. On a GPU it is the dense bfloat16 figure of the card's data sheet, halved for float32, whose products are TF32
+there, in jax by default and in torch as asked.
 """
 
 from __future__ import annotations
@@ -38,15 +40,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from results import add_json_option, machine, print_machine, print_table, write_json
 
 LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 1e-3, 1.0, 10
-# nanoGPT's CPU run, its default, that with longer rows, and two for a GPU.
+# nanoGPT's CPU run, its default, that with longer rows, and some for a GPU; LLAMAS are presets.
 # SIZES: rows, positions, layers, heads, width, vocabulary.
 # TURNS: rounds, steps of each variant in a round, and steps of `train`.
 SIZES = {
@@ -55,16 +59,19 @@ SIZES = {
     "long": (4, 1024, 6, 6, 384, 65),
     "gpt2-124m": (32, 1024, 12, 12, 768, 50_257),
     "gpt2-355m": (16, 1024, 24, 16, 1024, 50_257),
+    "llama-360m": (16, 1024, 32, 15, 960, 49_152),
+    "llama-1b": (4, 2048, 16, 32, 2048, 128_256),
 }
 TURNS = {
     "small": (3, 100, 120),
     "medium": (4, 10, 20),
     "long": (4, 10, 20),
-    "gpt2-124m": (3, 20, 60),
-    "gpt2-355m": (3, 20, 60),
 }
-VARIANTS = ("train", "step", "plain", "torch", "torch_compile", "hf", "hf_trainer")
-TORCH_NEEDS = {"torch": ["torch"], "torch_compile": ["torch"], "hf": ["transformers"], "hf_trainer": ["accelerate"]}
+TURNS_ON_A_CARD = (3, 20, 60)
+VARIANTS = ("train", "step", "plain", "torch", "torch_compile", "hf", "hf_compile", "hf_trainer")
+LLAMAS, OF_GPT2 = ("llama-360m", "llama-1b"), ("plain", "torch", "torch_compile")
+TORCH_NEEDS = {"torch": [], "torch_compile": [], "hf": ["transformers"], "hf_compile": ["transformers"]}
+TORCH_NEEDS |= {"hf_trainer": ["transformers", "accelerate"]}
 TARGETS = {  # by size: (first, second, least ratio of their speeds)
     "small": [("train", "step", 0.97), ("step", "plain", 0.97), ("step", "torch", 1.6), ("step", "torch_compile", 1.6)],
     "medium": [
@@ -74,6 +81,9 @@ TARGETS = {  # by size: (first, second, least ratio of their speeds)
         ("step", "torch_compile", 1.4),
     ],
     "long": [("train", "step", 0.97), ("step", "plain", 0.97), ("step", "torch", 1.0), ("step", "torch_compile", 1.0)],
+    "gpt2-124m": [("train", "step", 0.97), ("step", "plain", 0.97), ("train", "hf_compile", 1.0)],
+    "llama-360m": [("train", "step", 0.97), ("train", "hf_compile", 1.0)],
+    "llama-1b": [("train", "step", 0.97), ("train", "hf_compile", 1.0)],
 }
 DATA_SHEET = {  # FLOPs a second of dense bfloat16 products, by a part of the card's name; the first that fits counts
     "H100 PCIe": 756e12,
@@ -101,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
         "--wait-every",
         type=int,
         default=LOG_EVERY,
-        help=f"steps of `step` and `plain` between two waits for the device; by default {LOG_EVERY}, as in a run",
+        help=f"steps between two waits for the device; by default {LOG_EVERY}, as in a run",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of matrix products")
     add_json_option(parser)
@@ -132,7 +142,10 @@ def main(argv: list[str] | None = None) -> None:
         else:
             variants.append(name)
     for size in args.sizes:
-        rows = measure(size, variants, args)
+        left_out = [name for name in variants if name in OF_GPT2 and size in LLAMAS]
+        report["skipped"] |= {f"{name} of {size}": "only sizes of GPT-2's shape" for name in left_out}
+        rows, failed = measure(size, [name for name in variants if name not in left_out], args)
+        report["skipped"] |= {f"{name} of {size}": why for name, why in failed.items()}
         report["results"] += rows
         report["ratios"] += ratios(size, rows)
     print_report(report)
@@ -144,7 +157,7 @@ def missing(variant: str) -> str | None:
     for module in ["torch", *TORCH_NEEDS[variant]] if variant in TORCH_NEEDS else []:
         if find_spec(module) is None:
             return f"{module} is not installed (make parity; accelerate comes with the extra `judge`)"
-    if variant == "torch_compile" and shutil.which("g++") is None:
+    if variant in ("torch_compile", "hf_compile") and shutil.which("g++") is None:
         return "torch.compile needs a C++ compiler, and there is no g++"
     return None
 
@@ -152,29 +165,52 @@ def missing(variant: str) -> str | None:
 # ------------------------------------------------------------------------------------------ the parent process
 
 
-def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[dict]:
-    """A row for each variant, timed in turns."""
-    rounds, steps, train_steps = TURNS[size]
+def measure(size: str, variants: list[str], args: argparse.Namespace) -> tuple[list[dict], dict[str, str]]:
+    """A row for each variant, timed in turns; and why others failed, by name."""
+    rounds, steps, train_steps = TURNS.get(size, TURNS_ON_A_CARD)
     rounds, steps = args.rounds or rounds, args.steps or steps
+    failed = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = {"peak": stack.enter_context(Worker("peak", size, args))}
         for variant in variants:
-            if variant == "train":
-                workers[variant] = TrainRuns(folder, size, args.dtype, args.steps or train_steps)
-            else:
-                workers[variant] = stack.enter_context(Worker(variant, size, args))
-        for worker in workers.values():
-            if isinstance(worker, Worker):
-                worker.turn(2)  # warm up
-                worker.forget()
+            try:
+                if variant == "train":
+                    workers[variant] = TrainRuns(folder, size, args.dtype, args.steps or train_steps)
+                else:
+                    workers[variant] = stack.enter_context(Worker(variant, size, args))
+                    workers[variant].turn(2)  # warm up
+                    workers[variant].forget()
+            except Failed as error:
+                failed[variant] = str(error)
+        workers = {name: worker for name, worker in workers.items() if name not in failed}
         for number in range(rounds):
             names = list(workers)
             for name in names if number % 2 == 0 else reversed(names):
-                workers[name].turn(steps)
+                try:
+                    workers[name].turn(steps)
+                except Failed as error:
+                    failed[name] = str(error)
+                    del workers[name]
                 print(f"{size}: round {number + 1} of {rounds}: {name}", file=sys.stderr)
     peak = max(workers.pop("peak").flops_per_sec, default=None)
-    return [row_of(size, variant, worker, peak) for variant, worker in workers.items()]
+    return [row_of(size, variant, worker, peak) for variant, worker in workers.items()], failed
+
+
+def config_of(size: str, **settings):
+    """The model of a size with other settings: a preset of llama's, or the shape of GPT-2 without biases."""
+    from curriculum.model.presets import PRESETS, ModelConfig
+
+    if size in LLAMAS:
+        return replace(PRESETS[size], **settings)
+    _, num_positions, num_layers, num_heads, width, vocab_size = SIZES[size]
+    shape = {"n_layer": num_layers, "n_head": num_heads, "n_kv_head": num_heads, "d_model": width, "d_ff": 4 * width}
+    shape |= {"max_seq_len": num_positions, "vocab_size": vocab_size, "pos_encoding": "learned"}
+    return ModelConfig(**shape | {"mlp_type": "gelu", "norm_type": "layernorm"} | settings)
+
+
+class Failed(Exception):
+    """A variant that ended before it was measured."""
 
 
 class Worker:
@@ -194,8 +230,11 @@ class Worker:
         self.seconds, self.cpu_seconds, self.flops_per_sec = [], [], []
 
     def turn(self, num_steps: int) -> None:
-        self.process.stdin.write(f"{num_steps}\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(f"{num_steps}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it ended; `_answer` tells how
         answer = self._answer()
         self.seconds += answer.get("seconds", [])
         self.cpu_seconds += answer.get("cpu_seconds", [])
@@ -206,7 +245,7 @@ class Worker:
         for line in self.process.stdout:  # libraries may print there too
             if line.startswith('{"bench"'):
                 return json.loads(line)["bench"]
-        raise SystemExit(f"{self.process.args[3]}: ended with exit code {self.process.wait()}; see above")
+        raise Failed(f"ended with exit code {self.process.wait()}; see above")
 
     def __enter__(self):
         return self
@@ -221,10 +260,12 @@ class TrainRuns:
 
     def __init__(self, folder: Path, size: str, dtype: str, num_steps: int):
         self.folder, self.num_steps, self.runs = folder, max(num_steps, 2 * LOG_EVERY), 0
-        num_rows, num_positions, num_layers, num_heads, width, vocab_size = SIZES[size]
-        model = {"n_layer": num_layers, "n_head": num_heads, "d_model": width, "d_ff": 4 * width}
-        model |= {"max_seq_len": num_positions, "pos_encoding": "learned", "mlp_type": "gelu"}
-        model |= {"norm_type": "layernorm", "compute_dtype": dtype, "vocab_size": vocab_size}
+        num_rows, num_positions, *_ = SIZES[size]
+        shape = config_of(size, compute_dtype=dtype)
+        fields = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "vocab_size", "pos_encoding")
+        fields += ("mlp_type", "norm_type", "rope_theta", "compute_dtype")
+        model = {name: getattr(shape, name) for name in fields}
+        model["num_ids"] = shape.vocab_size  # of few characters, but as many ids are predicted
         write_text(folder / "text")
         config = {
             "name": "bench",
@@ -249,7 +290,7 @@ class TrainRuns:
         environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+            raise Failed(f"exit code {done.returncode}\n{done.stdout}{done.stderr}")
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         resolved = json.loads((run_dir / "config.resolved.json").read_text())
         self.seconds += [row["step_time_s"] for row in rows[1:]]
@@ -275,12 +316,14 @@ def write_text(folder: Path) -> None:
 def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float | None) -> dict:
     import numpy as np
 
-    num_rows, num_positions, num_layers, _, width, vocab_size = SIZES[size]
-    settings = dict(part.split("=") for part in variant.partition(":")[2].split(",") if part)
-    num_layers = int(settings.get("n_layer", num_layers))
+    from curriculum.model.counts import num_projections
+
+    num_rows, num_positions, *_ = SIZES[size]
+    config = config_of(size, **fields_of(settings_of(variant)))
     tokens = num_rows * num_positions
-    matrices = num_layers * 12 * width**2 + vocab_size * width
-    flops = tokens * 6 * (matrices + num_layers * num_positions * width)
+    matrices = num_projections(config) + config.vocab_size * config.d_model
+    width = config.n_head * config.head_width
+    flops = tokens * 6 * (matrices + config.n_layer * num_positions * width)
     ms, cpu_ms = np.array(worker.seconds) * 1e3, np.array(worker.cpu_seconds) * 1e3
     median = float(np.median(ms))
     return {
@@ -298,6 +341,17 @@ def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float | No
         "flop_share": round(flops / median * 1e3 / peak, 3) if peak else None,
         "peak_gflops": round(peak / 1e9, 1) if peak else None,
     }
+
+
+def settings_of(variant: str) -> dict[str, str]:
+    return dict(part.split("=") for part in variant.partition(":")[2].split(",") if part)
+
+
+def fields_of(settings: dict[str, str]) -> dict[str, str | int]:
+    """Those of ModelConfig."""
+    others = ("skip", "qkv", "blocks", "loss_tokens", "documents")
+    known = {name: setting for name, setting in settings.items() if name not in others}
+    return {name: int(setting) if setting.isdigit() else setting for name, setting in known.items()}
 
 
 def ratios(size: str, rows: list[dict]) -> list[dict]:
@@ -331,19 +385,20 @@ def work(variant: str, size: str, dtype: str, wait_every: int) -> None:
     def tell(answer: dict) -> None:
         print(json.dumps({"bench": answer}), flush=True)
 
-    name, _, settings = variant.partition(":")
-    settings = dict(part.split("=") for part in settings.split(",") if part)
+    name = variant.partition(":")[0]
     if name in TORCH_NEEDS:
-        import torch_gpt2
+        import torch_update
 
-        run, num_parameters = torch_gpt2.program(name, torch_gpt2.Shape(*SIZES[size]), dtype)
+        num_rows, num_positions, *_ = SIZES[size]
+        shape = (num_rows, num_positions, dtype, wait_every)
+        run, num_parameters = torch_update.program(name, config_of(size), *shape)
         started = time.perf_counter()
         run(1)
         about = {"num_parameters": num_parameters, "compile_seconds": time.perf_counter() - started}
     elif name == "peak":
         run, about = matmul_run(dtype), {}
     else:
-        run, about = jax_run(name, size, dtype, settings, wait_every)
+        run, about = jax_run(name, size, dtype, settings_of(variant), wait_every)
     tell(about)
     for line in sys.stdin:
         if name != "peak":
@@ -391,15 +446,27 @@ def means(times: list[float], size: int) -> list[float]:
     return [statistics.fmean(times[at : at + size]) for at in range(0, len(times), size)]
 
 
-def jax_run(name: str, size: str, dtype: str, settings: dict[str, str], wait_every: int):
+class Program(NamedTuple):
+    """A compiled update: `state_of(compiled(state, *inputs))` is the next state. The state is donated."""
+
+    compiled: Any
+    state: Any
+    inputs: tuple
+    state_of: Callable[[Any], Any]
+    compile_seconds: float
+
+
+def jax_program(name: str, size: str, dtype: str, settings: dict[str, str]) -> Program:
+    """`plain`, or `step` with settings as after its colon; on random tokens."""
     from curriculum.train.device import tune_device
 
     tune_device(deterministic=None)  # both programs have the trainer's malloc, and on a card its flags
     import jax
     import numpy as np
 
-    num_rows, num_positions, num_layers, num_heads, width, vocab_size = SIZES[size]
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (1, num_rows, num_positions + 1), np.int32)
+    config = config_of(size, compute_dtype=dtype, **fields_of(settings))
+    num_rows, num_positions, *_ = SIZES[size]
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, num_rows, num_positions + 1), np.int32)
     lr = jax.numpy.float32(LEARNING_RATE)
     if name == "plain":
         import plain_jax
@@ -409,37 +476,47 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str], wait_eve
         state_of = lambda out: out[0]  # noqa: E731
     else:
         from curriculum.model import formulation
-        from curriculum.model.presets import ModelConfig
         from curriculum.model.transformer import init_params, transformer
         from curriculum.train.optimizer import OptimConfig, make_optimizer
         from curriculum.train.step import init_state, make_train_step
         from phases.batches import Batch
 
-        skip = settings.pop("skip", None)
         chosen = formulation.BY_BACKEND[formulation.backend()]
-        qkv = settings.pop("qkv", chosen.qkv)
+        qkv, num_documents = settings.get("qkv", chosen.qkv), int(settings.get("documents", 1))
         if qkv not in ("joined", "apart"):
             raise SystemExit(f"{name}:qkv: got {qkv}, expected joined or apart")
-        formulation.BY_BACKEND[formulation.backend()] = replace(chosen, qkv=qkv)
-        formulation.MOST_BLOCKS = int(settings.pop("blocks", formulation.MOST_BLOCKS))
-        shape = {"n_layer": num_layers, "n_head": num_heads, "n_kv_head": num_heads, "d_model": width}
-        shape |= {"d_ff": 4 * width, "max_seq_len": num_positions, "vocab_size": vocab_size}
-        shape |= {"pos_encoding": "learned", "mlp_type": "gelu", "norm_type": "layernorm", "compute_dtype": dtype}
-        shape |= {field: int(setting) if setting.isdigit() else setting for field, setting in settings.items()}
-        config = ModelConfig(**shape)
+        loss_tokens = int(settings.get("loss_tokens", chosen.loss_tokens))
+        formulation.BY_BACKEND[formulation.backend()] = replace(chosen, qkv=qkv, loss_tokens=loss_tokens)
+        formulation.MOST_BLOCKS = int(settings.get("blocks", formulation.MOST_BLOCKS))
         optimizer = make_optimizer(OptimConfig())
-        step = make_train_step(transformer(config), optimizer, 1, grad_clip=GRAD_CLIP, skip=skip)
+        step = make_train_step(
+            transformer(config),
+            optimizer,
+            1,
+            grad_clip=GRAD_CLIP,
+            skip=settings.get("skip"),
+            document_mask="documents" in settings,
+        )
         step = jax.jit(step, donate_argnums=0)
         params = jax.tree.map(jax.numpy.asarray, init_params(config, seed=0))
         state = jax.device_put(init_state(params, optimizer, num_sources=1))
-        mask, zeros_AB = np.ones(tokens[..., 1:].shape, bool), np.zeros(tokens.shape[:2], np.int32)
-        batch = Batch(tokens[..., :-1], tokens[..., 1:], mask, np.zeros_like(tokens[..., 1:]), zeros_AB)
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        document_T = np.arange(num_positions, dtype=np.int32) * num_documents // num_positions
+        documents = np.broadcast_to(document_T, inputs.shape)
+        batch = Batch(inputs, targets, np.ones(inputs.shape, bool), documents, np.zeros(tokens.shape[:2], np.int32))
         inputs = (*jax.device_put((batch, lr)), jax.numpy.int32(0))
         state_of = lambda out: out  # noqa: E731
-    num_parameters = sum(array.size for array in jax.tree.leaves(state[0]))
     started = time.perf_counter()
     compiled = step.lower(state, *inputs).compile()
-    about = {"num_parameters": num_parameters, "compile_seconds": time.perf_counter() - started}
+    return Program(compiled, state, inputs, state_of, time.perf_counter() - started)
+
+
+def jax_run(name: str, size: str, dtype: str, settings: dict[str, str], wait_every: int):
+    import jax
+
+    compiled, state, inputs, state_of, compile_seconds = jax_program(name, size, dtype, settings)
+    num_parameters = sum(array.size for array in jax.tree.leaves(state[0]))
+    about = {"num_parameters": num_parameters, "compile_seconds": compile_seconds}
     held = [state]
     del state
 

@@ -10,24 +10,20 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+
+from curriculum.model.presets import ModelConfig
 
 Run = Callable[[int], tuple[list[float], list[float]]]
 
 
-class Shape(NamedTuple):
-    num_rows: int
-    num_positions: int
-    num_layers: int
-    num_heads: int
-    width: int
-    vocab_size: int
+def program(
+    variant: str, config: ModelConfig, num_rows: int, num_positions: int, dtype: str, wait_every: int
+) -> tuple[Run, int]:
+    """`variant`: torch, torch_compile, hf, hf_compile or hf_trainer. Fused AdamW, matrices decayed, norm clipped at 1.
 
-
-def program(variant: str, shape: Shape, dtype: str) -> tuple[Run, int]:
-    """`variant`: torch, torch_compile, hf or hf_trainer. Fused AdamW, matrices decayed, norm clipped at 1.
-
-    Uses all threads.
+    Uses all threads. Attention is torch's scaled_dot_product_attention in all of them. A card is waited for after every
+    `wait_every` updates.
     """
     import torch
 
@@ -36,11 +32,11 @@ def program(variant: str, shape: Shape, dtype: str) -> tuple[Run, int]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, as jax takes it there
-    model = (_hf_model(shape) if variant.startswith("hf") else _nano_gpt(shape)).to(device)
+    model = (_hf_model(config) if variant.startswith("hf") else _nano_gpt(config)).to(device)
     num_parameters = sum(p.numel() for p in model.parameters())
     if variant == "hf_trainer":
-        return _trainer_run(model, shape, dtype), num_parameters
-    forward = torch.compile(model) if variant == "torch_compile" else model
+        return _trainer_run(model, config.vocab_size, num_rows, num_positions, dtype, wait_every), num_parameters
+    forward = torch.compile(model) if variant.endswith("_compile") else model
     groups = [[p for p in model.parameters() if (p.dim() > 1) == decayed] for decayed in (True, False)]
     optimizer = torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}],
@@ -48,7 +44,7 @@ def program(variant: str, shape: Shape, dtype: str) -> tuple[Run, int]:
         betas=(0.9, 0.95),
         fused=True,
     )
-    tokens = torch.randint(shape.vocab_size, (shape.num_rows, shape.num_positions + 1), device=device)
+    tokens = torch.randint(config.vocab_size, (num_rows, num_positions + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def update():
@@ -60,25 +56,25 @@ def program(variant: str, shape: Shape, dtype: str) -> tuple[Run, int]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if device == "cuda":
-            torch.cuda.synchronize()
 
     def run(num_steps):
         times = [_now()]
-        for _ in range(num_steps):
+        for number in range(1, num_steps + 1):
             update()
+            if number % wait_every == 0 or number == num_steps:
+                _wait()
             times.append(_now())
         return _differences(times)
 
     return run, num_parameters
 
 
-def _nano_gpt(shape: Shape):
+def _nano_gpt(config: ModelConfig):
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    D, H = shape.width, shape.num_heads
+    D, H = config.d_model, config.n_head
 
     class Block(nn.Module):
         def __init__(self):
@@ -97,11 +93,11 @@ def _nano_gpt(shape: Shape):
     class Gpt(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = nn.Embedding(shape.vocab_size, D)
-            self.positions = nn.Embedding(shape.num_positions, D)
-            self.blocks = nn.ModuleList(Block() for _ in range(shape.num_layers))
+            self.embed = nn.Embedding(config.vocab_size, D)
+            self.positions = nn.Embedding(config.max_seq_len, D)
+            self.blocks = nn.ModuleList(Block() for _ in range(config.n_layer))
             self.norm = nn.LayerNorm(D, bias=False)
-            self.head = nn.Linear(D, shape.vocab_size, bias=False)
+            self.head = nn.Linear(D, config.vocab_size, bias=False)
             self.head.weight = self.embed.weight
 
         def forward(self, tokens):
@@ -117,45 +113,41 @@ def _nano_gpt(shape: Shape):
     return model
 
 
-def _hf_model(shape: Shape):
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _hf_model(config: ModelConfig):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = GPT2Config(
-        vocab_size=shape.vocab_size,
-        n_positions=shape.num_positions,
-        n_embd=shape.width,
-        n_layer=shape.num_layers,
-        n_head=shape.num_heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config)
+    from curriculum.model.formats.hf_config_writer import hf_config_of
+
+    if config.pos_encoding == "learned":
+        config = replace(config, bias=True)  # GPT-2's class has biases
+    written = hf_config_of(config, bos=None, eos=None)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(written.pop("model_type"), **written, use_cache=False))
 
 
-def _trainer_run(model, shape: Shape, dtype: str) -> Run:
+def _trainer_run(model, vocab_size: int, num_rows: int, num_positions: int, dtype: str, wait_every: int) -> Run:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    rows = torch.randint(shape.vocab_size, (64 * shape.num_rows, shape.num_positions))
+    rows = torch.randint(vocab_size, (64 * num_rows, num_positions))
     examples = [{"input_ids": row, "labels": row} for row in rows]
+
+    warmup_steps = 2
 
     class Clock(TrainerCallback):
         def __init__(self):
             self.times = []
 
         def on_step_end(self, args, state, control, **kwargs):
+            if (state.global_step - warmup_steps) % wait_every == 0 or state.global_step == state.max_steps:
+                _wait()
             self.times.append(_now())
 
     def run(num_steps):
-        clock, warmup_steps = Clock(), 2
+        clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
             settings = TrainingArguments(
                 folder,
-                per_device_train_batch_size=shape.num_rows,
+                per_device_train_batch_size=num_rows,
                 max_steps=num_steps + warmup_steps,
                 learning_rate=1e-3,
                 weight_decay=0.1,
@@ -172,6 +164,13 @@ def _trainer_run(model, shape: Shape, dtype: str) -> Run:
         return _differences(clock.times[warmup_steps - 1 :])
 
     return run
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _now() -> tuple[float, float]:
