@@ -116,24 +116,23 @@ def _sum_nats(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mas
 
 
 def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
-    dtype, num_rows = features_BTD.dtype, kernel_VD.shape[0]
-    low_VD = kernel_VD.astype(dtype)
+    dtype, V = features_BTD.dtype, kernel_VD.shape[0]
+    low_VD, ids_V = kernel_VD.astype(dtype), jnp.arange(V)
 
     def chunk_step(dkernel_SVD, chunk):
         features_BtD, targets_Bt, mask_Bt = chunk
-        logits_BtV = _logits(features_BtD, low_VD, num_ids)
-        # One exponential for both the loss and its derivative, softmax - onehot.
-        top_Bt1 = logits_BtV.max(axis=-1, keepdims=True)
+        logits_BtV = _logits(features_BtD, low_VD, None)
+        # One exponential for both the loss and its derivative, softmax - onehot. Sums leave padding out by a slice,
+        # which is read in place; the derivative stays as wide as the logits, which a GPU takes long to pad.
+        top_Bt1 = logits_BtV[..., :num_ids].max(axis=-1, keepdims=True)
         exp_BtV = jnp.exp(logits_BtV - top_Bt1)
-        total_Bt1 = exp_BtV.sum(axis=-1, keepdims=True)
-        target_Bt1, mask_Bt1 = targets_Bt[..., None], mask_Bt[..., None]
+        total_Bt1 = exp_BtV[..., :num_ids].sum(axis=-1, keepdims=True)
+        target_Bt1 = targets_Bt[..., None]
         nats_Bt = (jnp.log(total_Bt1) + top_Bt1 - jnp.take_along_axis(logits_BtV, target_Bt1, axis=-1))[..., 0]
-        V = logits_BtV.shape[-1]
-        onehot_BtV = target_Bt1 == jnp.arange(V)
-        dlogits_BtV = jnp.where(mask_Bt1, exp_BtV / total_Bt1 - onehot_BtV, 0).astype(dtype)
-        dlogits_mV = jnp.pad(dlogits_BtV.reshape(-1, V), ((0, 0), (0, num_rows - V)))
-        dfeatures_BtD = (dlogits_mV @ low_VD).reshape(features_BtD.shape)
-        dlogits_SmV = dlogits_mV.reshape(row_shards, -1, num_rows)
+        kept_BtV = mask_Bt[..., None] if num_ids is None else mask_Bt[..., None] & (ids_V < num_ids)
+        dlogits_BtV = jnp.where(kept_BtV, exp_BtV / total_Bt1 - (target_Bt1 == ids_V), 0).astype(dtype)
+        dfeatures_BtD = (dlogits_BtV.reshape(-1, V) @ low_VD).reshape(features_BtD.shape)
+        dlogits_SmV = dlogits_BtV.reshape(row_shards, -1, V)
         features_SmD = features_BtD.reshape(row_shards, -1, features_BtD.shape[-1])
         dkernel_SVD += jnp.einsum("smv,smd->svd", dlogits_SmV, features_SmD, preferred_element_type=jnp.float32)
         return dkernel_SVD, (jnp.where(mask_Bt, nats_Bt, 0).sum(axis=1), dfeatures_BtD)
