@@ -77,8 +77,14 @@ class Suite:
 
     def compile(self, params: Any) -> None:
         """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct; from then on `run` takes no others."""
-        arrays = next(iter(self._micro_batches.values()))[0]
-        self._sum_windows = self._sum_windows.lower(params, *arrays).compile()
+        self._sum_windows = self._sum_windows.lower(params, *self._first_arrays()).compile()
+
+    def run_once(self, params: Any) -> None:
+        """Run the function on one micro-batch, and wait for it: what a first run does beyond others is done then."""
+        jax.block_until_ready(self._sum_windows(params, *self._first_arrays()))
+
+    def _first_arrays(self) -> tuple[jax.Array, jax.Array]:
+        return next(iter(self._micro_batches.values()))[0]
 
     def _measure_by(self, nats_per_token: NatsPerToken) -> None:
         self.num_traces = 0

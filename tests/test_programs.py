@@ -421,6 +421,52 @@ def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, m
         setup.close()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "optim": {"name": "sophia"},
+            "averages": {"ema_decay": 0.9},
+            "logging": {"generate_every": 6, "tensorboard": False},
+        },
+        {"adaptation": {"lora": {"rank": 2}}, "optim": {"name": "muon"}},
+    ],
+    ids=str,
+)
+def test_where_nothing_is_compiled_beside_a_run_it_is_ready_before(corpus, store, tmp_path, monkeypatch, changes):  # noqa: F811
+    """As on an NVIDIA card. What has run once for that leaves no trace in the state, and the run is the same."""
+    if "adaptation" in changes:
+        base = build_config(shaped(corpus, train={"steps": 12}) | {"phases": shaped(corpus)["phases"][:1]})
+        train(base, tmp_path / "base", store_dir=store)
+        changes = {**changes, "adaptation": {**changes["adaptation"], "init_from": str(tmp_path / "base")}}
+    config = build_config(shaped(corpus, **changes))
+    train(config, tmp_path / "usual", store_dir=store)
+    states = []
+
+    def ready(setup, step, state):
+        before = jax.device_get(state)
+        state = as_it_is(setup, step, state)
+        assert list(setup.compiled.updates.seconds) == SHAPES
+        assert list(setup.compiled.suites.seconds) == [None, THETA]
+        assert not setup.compiled.updates._ahead and setup.course.feed._ahead == {}
+        assert jax.tree.structure(before) == jax.tree.structure(state)
+        for one, another in zip(jax.tree.leaves(before), jax.tree.leaves(jax.device_get(state)), strict=True):
+            np.testing.assert_array_equal(one, another, strict=True)
+        states.append(state)
+        return state
+
+    as_it_is = Setup.make_ready
+    monkeypatch.setattr(Setup, "make_ready", ready)
+    monkeypatch.setattr("curriculum.train.compiled.backend", lambda: "gpu")
+    train(config, tmp_path / "ready", store_dir=store)
+    assert len(states) == 1
+    for one, another in zip(
+        *(jax.tree.leaves(final_state(tmp_path / name)) for name in ("usual", "ready")), strict=True
+    ):
+        np.testing.assert_array_equal(one, another)
+
+
 ENDS = """
 import sys, time
 from curriculum.cli import main

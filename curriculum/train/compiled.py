@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
+from curriculum.model.formulation import backend
 from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
-from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, row_shards
+from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, place_state, row_shards
 from curriculum.train.programs import Programs, StepShape, needed_bytes
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
@@ -39,12 +40,18 @@ class Compiled:
         that are placed as in a state.
     samples: what generates text, by rope theta as well; only if `logging.generate_every` is set.
     clear_window: empties the metrics window in one dispatch, in a tenth of the time of one dispatch per array.
+    in_background: whether programs may be compiled, and run for the first time, while others run. Not on an NVIDIA
+        card: for the first run of a program with its flash attention, cuDNN records what is launched on the run's
+        stream, whoever launches it, and throws it away (`warmup` of cudnn-frontend). Beside a batch that was being
+        placed this ended runs on an H200. And the compiler times kernels there, which want the card to themselves.
 
     Raises InputError if the model cannot generate or prompts of `logging.generate` are unusable.
     """
 
     def __init__(self, states: States, corpus: Corpus):
         config, self._states = states.config, states
+        self.in_background = backend() != "gpu"
+        self._have_run: set[StepShape] = set()  # of those that `make_ready` was asked for
         self.updates = Programs(self._update, self._warm)
         self.suites = Programs(self._suite, of="the eval with rope_theta", beside=self.updates)
         self.samples = Programs(self._samples, of="the samples with rope_theta", beside=self.updates)
@@ -61,6 +68,23 @@ class Compiled:
             self.suites.ahead([shape.rope_theta])
             if self._own_samples is not None:
                 self.samples.ahead([shape.rope_theta])
+
+    def make_ready(self, shapes: Iterable[StepShape], state: TrainState) -> TrainState:
+        """Compile what these shapes need, run each update and each eval once, and return the state as it was.
+
+        An update without a valid token changes nothing but the step, the skipped updates and the guard, which are put
+        back.
+        """
+        before = {name: jax.device_get(getattr(state, name)) for name in ("step", "skipped_updates", "guard")}
+        for shape in shapes:
+            if shape not in self._have_run:
+                nothing = jax.tree.map(zeros, abstract_batch(self._states.mesh, shape))
+                state = jax.block_until_ready(self.updates[shape](state, nothing, *UpdateKnobs()))
+                self.suites[shape.rope_theta].run_once(self._states.whole(state.params))
+                if self._own_samples is not None:
+                    self.samples[shape.rope_theta]
+                self._have_run.add(shape)
+        return state._replace(**{name: place_state(self._states.mesh, part) for name, part in before.items()})
 
     def close(self) -> None:
         """Start no more compilations in the background."""

@@ -37,7 +37,8 @@ def dry_run(
     course, states, compiled = setup.course, setup.states, setup.compiled
     try:
         clock = time.perf_counter()
-        state = setup.update_at(0)(states.first(), course.feed[0], *course.knobs(0))
+        state = setup.make_ready(0, states.first())
+        state = setup.update_at(0)(state, course.feed[0], *course.knobs(0))
         loss = read_window(state.window, states.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
         evaluated = setup.suite_at(1).run(states.whole(state.params))

@@ -111,6 +111,7 @@ def train_built(
         while True:
             step = None if resumed is None else resumed.step
             state, history, bad = taking_up.state_as_of(setup, directory, resumed)
+            state = setup.make_ready(step or 0, state)
             if rollback is not None:
                 history = replace(history, rollbacks=rollback.rollbacks)
             with taking_up.writable(directory):
