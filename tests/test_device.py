@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.train import device
 from curriculum.train.device import (
-    DETERMINISTIC_FLAG,
+    DETERMINISTIC_FLAGS,
     GPU_FLAGS,
     HOST_MEMORY_LIMIT,
     cache_compiled,
@@ -22,6 +22,7 @@ from curriculum.train.device import (
 )
 
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
+PRODUCTS = ["--xla_gpu_enable_triton_gemm=false", "--xla_gpu_dot_merger_threshold_mb=0"]
 COMMAND_BUFFER = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
 
 
@@ -43,14 +44,14 @@ def gpu_machine(tmp_path):
 @pytest.mark.parametrize(
     ("given", "deterministic", "expected"),
     [
-        ("", None, [SCHEDULER]),
-        ("", False, [SCHEDULER]),
-        ("", True, [SCHEDULER, DETERMINISTIC_FLAG]),
-        ("--xla_gpu_enable_latency_hiding_scheduler=false", None, []),
-        ("--xla_gpu_deterministic_ops=false", True, [SCHEDULER]),
-        ("--xla_gpu_deterministic_ops", True, [SCHEDULER]),
-        ("--xla_gpu_enable_latency_hiding_scheduler_more=1", None, [SCHEDULER]),
-        (" --xla_dump_to=/tmp/x  --xla_gpu_ftz=true", True, [SCHEDULER, DETERMINISTIC_FLAG]),
+        ("", None, [SCHEDULER, *PRODUCTS]),
+        ("", False, [SCHEDULER, *PRODUCTS]),
+        ("", True, [SCHEDULER, *PRODUCTS, *DETERMINISTIC_FLAGS]),
+        ("--xla_gpu_enable_latency_hiding_scheduler=false", None, PRODUCTS),
+        ("--xla_gpu_deterministic_ops=false", True, [SCHEDULER, *PRODUCTS, DETERMINISTIC_FLAGS[1]]),
+        ("--xla_gpu_autotune_level", True, [SCHEDULER, *PRODUCTS, DETERMINISTIC_FLAGS[0]]),
+        ("--xla_gpu_enable_latency_hiding_scheduler_more=1", None, [SCHEDULER, *PRODUCTS]),
+        (" --xla_dump_to=/tmp/x  --xla_gpu_ftz=true", True, [SCHEDULER, *PRODUCTS, *DETERMINISTIC_FLAGS]),
     ],
 )
 def test_flags_are_added_to_those_that_are_given(gpu_machine, monkeypatch, given, deterministic, expected):
@@ -62,7 +63,7 @@ def test_flags_are_added_to_those_that_are_given(gpu_machine, monkeypatch, given
 def test_a_card_has_flags_of_its_own(gpu_machine, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     assert card_names(gpu_machine("NVIDIA B200")) == ["NVIDIA B200", "NVIDIA B200"]
-    assert tune_device(None, gpu_machine("NVIDIA B200")) == [SCHEDULER, COMMAND_BUFFER]
+    assert tune_device(None, gpu_machine("NVIDIA B200")) == [SCHEDULER, *PRODUCTS, COMMAND_BUFFER]
     assert tune_device(None, gpu_machine("NVIDIA GB200")) == []  # they are there by now
 
 
@@ -117,7 +118,9 @@ def test_a_flag_is_known_by_its_whole_name():
     assert missing_flags("--a=1 --bc=2", ["--a=3", "--b=4"]) == ["--b=4"]
 
 
-@pytest.mark.parametrize("flag", [*(flag for _, flag in GPU_FLAGS), DETERMINISTIC_FLAG, "--xla_gpu_no_such_flag=true"])
+@pytest.mark.parametrize(
+    "flag", [*(flag for _, flag in GPU_FLAGS), *DETERMINISTIC_FLAGS, "--xla_gpu_no_such_flag=true"]
+)
 def test_the_installed_jaxlib_knows_each_flag(flag):
     """Set as a run sets it: jax is imported already, its backend has not started."""
     program = "import os, sys, jax; os.environ['XLA_FLAGS'] = sys.argv[1]; print(len(jax.devices()))"
@@ -148,9 +151,9 @@ def test_a_cpu_is_one_line_and_a_gpu_that_jax_does_not_see_is_told(tmp_path, gpu
 
 
 def test_a_gpu_is_named_with_its_memory_and_what_was_set():
-    assert gpu_lines(2, "NVIDIA H200", 112_500_000_000, [SCHEDULER, DETERMINISTIC_FLAG], "bfloat16") == [
+    assert gpu_lines(2, "NVIDIA H200", 112_500_000_000, [SCHEDULER, *PRODUCTS], "bfloat16") == [
         "  devices    2 x NVIDIA H200, 112.5 GB of each for jax (XLA_CLIENT_MEM_FRACTION)",
-        f"             added to XLA_FLAGS: {SCHEDULER} {DETERMINISTIC_FLAG} (docs/gpu.md)",
+        f"             added to XLA_FLAGS: {SCHEDULER} {' '.join(PRODUCTS)} (docs/gpu.md)",
     ]
     assert gpu_lines(1, "NVIDIA H200", None, [], None) == ["  devices    1 x NVIDIA H200"]
     one, hint = gpu_lines(1, "NVIDIA H200", None, [], "float32")

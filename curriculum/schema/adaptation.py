@@ -46,9 +46,13 @@ class AdaptationSection:
 def resolved_model(config: Config, vocab_size: int) -> ModelConfig:
     """The model that a config trains, adapters included, for a tokenizer of `vocab_size` ids.
 
-    Raises InputError as `resolve_model` does.
+    With `train.deterministic` it leaves cuDNN's attention alone: with XLA's flag for deterministic kernels its way back
+    ended each run on an H200 (docs/gpu.md). Raises InputError as `resolve_model` does.
     """
-    return replace(resolve_model(config.model, vocab_size), lora=config.adaptation.lora)
+    model = replace(resolve_model(config.model, vocab_size), lora=config.adaptation.lora)
+    if config.train.deterministic and model.attention == "auto":
+        model = replace(model, attention="xla" if config.mesh.tensor > 1 else "plain")
+    return model
 
 
 @dataclass(frozen=True)

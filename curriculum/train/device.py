@@ -10,13 +10,16 @@ from pathlib import Path
 
 from curriculum.errors import InputError
 
-# (part of the card's name, flag of XLA); docs/gpu.md says what each is for and who recommends it. None was measured
-# here. jaxlib ends the process at a flag that it does not know: a test asks the installed one.
+# (part of the card's name, flag of XLA); docs/gpu.md says what each is for, who recommends it, and what was measured.
+# jaxlib ends the process at a flag that it does not know: a test asks the installed one.
 GPU_FLAGS = (
     ("", "--xla_gpu_enable_latency_hiding_scheduler=true"),
+    ("", "--xla_gpu_enable_triton_gemm=false"),
+    ("", "--xla_gpu_dot_merger_threshold_mb=0"),
     ("B200", "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"),
 )
-DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+# Without timing kernels, so that a machine that compiles anew takes the same ones.
+DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LARGEST_HUGE_PAGE_BYTES = 32 << 20
 
@@ -24,7 +27,7 @@ LARGEST_HUGE_PAGE_BYTES = 32 << 20
 def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]:
     """Set what helps on this machine; to be called before the process starts threads or a jax backend.
 
-    With an NVIDIA driver, the flags for its cards are added to XLA_FLAGS, and if `deterministic` is true the one for
+    With an NVIDIA driver, the flags for its cards are added to XLA_FLAGS, and if `deterministic` is true those for
     deterministic kernels. A flag that is already there keeps its value. Checkpoints leave the cards through memory that
     XLA would limit to 64 GB, less than the state of a large model on all cards of one process; all of the machine's is
     allowed. Returns the flags added. `root`: the folder that holds dev and proc.
@@ -38,7 +41,7 @@ def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]
     cards = card_names(root)
     flags = [flag for part, flag in GPU_FLAGS if not part or any(part in card for card in cards)]
     given = os.environ.get("XLA_FLAGS", "")
-    added = missing_flags(given, [*flags, *([DETERMINISTIC_FLAG] if deterministic else [])])
+    added = missing_flags(given, [*flags, *(DETERMINISTIC_FLAGS if deterministic else [])])
     if added:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
     return added
