@@ -222,6 +222,24 @@ def needs_nvidia(name):
     return pytest.param(name, marks=pytest.mark.skipif(no_card, reason="cuDNN computes on NVIDIA GPUs alone"))
 
 
+@pytest.mark.skipif(backend() != "gpu", reason="cuDNN computes on NVIDIA GPUs alone")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cudnns_attention_computes_what_the_plain_one_does(name):
+    """Both in bfloat16, each as far from float32; with heads as wide as it takes, and with key heads that are shared."""
+    config, documents = CONFIGS[name]
+    exact = replace(config, layers="unrolled", attention="plain", compute_dtype="float32", d_head=8)
+    plain = replace(exact, compute_dtype="bfloat16")
+    (nats, grads), (_, plain_grads), (cudnn_nats, cudnn_grads) = (
+        loss_and_gradient(config, documents) for config in (exact, plain, replace(plain, attention="cudnn"))
+    )
+    np.testing.assert_allclose(cudnn_nats, nats, rtol=0.01)
+    largest = max(np.abs(one).max() for one in jax.tree.leaves(grads))
+    for one, other, cudnns in zip(*map(jax.tree.leaves, (grads, plain_grads, cudnn_grads)), strict=True):
+        # The gradients of norms of queries and keys are differences of large numbers.
+        most = 2 * np.abs(other - one).max() + 0.02 * max(np.abs(one).max(), 0.02 * largest)
+        np.testing.assert_allclose(cudnns, one, atol=most)
+
+
 @pytest.mark.parametrize("attention", ["plain", "xla", needs_nvidia("cudnn")])
 def test_documents_stay_apart_in_every_attention(attention):
     """A token that is changed changes no bit of another document, and one of each token after it in its own."""
@@ -237,7 +255,10 @@ def test_documents_stay_apart_in_every_attention(attention):
         changed_BT[0, t] = (changed_BT[0, t] + 1) % V
         same_T = (np.asarray(run(changed_BT), np.float32) == before_BTD).all(axis=-1)[0]
         seen_T = (segment_ids_BT[0] == segment_ids_BT[0, t]) & (np.arange(16) >= t)
-        np.testing.assert_array_equal(same_T, ~seen_T)
+        if dtype == "bfloat16":  # a token that is hardly attended to may change no bit
+            assert same_T[~seen_T].all() and not same_T[t] and same_T[seen_T].mean() < 0.5
+        else:
+            np.testing.assert_array_equal(same_T, ~seen_T)
 
 
 # ------------------------------------------------------------------------------------------- what is taken where
