@@ -36,6 +36,13 @@ def test_clock_counts_training_only():
     assert clock.take()[2] == {}
 
 
+def test_what_was_compiled_before_the_first_update_is_told_with_it_and_is_no_training():
+    clock = TrainClock(ready_s=70.0)
+    first = slept(clock.update(), 0.01)
+    _, seconds, once = clock.take()
+    assert 70 + first - 0.001 <= once["first_step_compile_time_s"] < 80 and 0 <= seconds < 10
+
+
 def test_a_pause_within_a_pause_is_a_part_of_it():
     state = TrainState(None, None, jnp.int32(0), None, None, None)
     clock = TrainClock()

@@ -144,7 +144,8 @@ def main(argv: list[str] | None = None) -> None:
     for size in args.sizes:
         left_out = [name for name in variants if name in OF_GPT2 and size in LLAMAS]
         report["skipped"] |= {f"{name} of {size}": "only sizes of GPT-2's shape" for name in left_out}
-        rows, failed = measure(size, [name for name in variants if name not in left_out], args)
+        rows, failed, card = measure(size, [name for name in variants if name not in left_out], args)
+        report["machine"] |= card
         report["skipped"] |= {f"{name} of {size}": why for name, why in failed.items()}
         report["results"] += rows
         report["ratios"] += ratios(size, rows)
@@ -165,8 +166,8 @@ def missing(variant: str) -> str | None:
 # ------------------------------------------------------------------------------------------ the parent process
 
 
-def measure(size: str, variants: list[str], args: argparse.Namespace) -> tuple[list[dict], dict[str, str]]:
-    """A row for each variant, timed in turns; and why others failed, by name."""
+def measure(size: str, variants: list[str], args: argparse.Namespace) -> tuple[list[dict], dict[str, str], dict]:
+    """A row for each variant, timed in turns; why others failed, by name; and the card, if there is one."""
     rounds, steps, train_steps = TURNS.get(size, TURNS_ON_A_CARD)
     rounds, steps = args.rounds or rounds, args.steps or steps
     failed = {}
@@ -193,8 +194,9 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> tuple[l
                     failed[name] = str(error)
                     del workers[name]
                 print(f"{size}: round {number + 1} of {rounds}: {name}", file=sys.stderr)
-    peak = max(workers.pop("peak").flops_per_sec, default=None)
-    return [row_of(size, variant, worker, peak) for variant, worker in workers.items()], failed
+    peak = workers.pop("peak")
+    flops_per_sec = max(peak.flops_per_sec, default=None)
+    return [row_of(size, variant, worker, flops_per_sec) for variant, worker in workers.items()], failed, peak.about
 
 
 def config_of(size: str, **settings):
@@ -396,7 +398,7 @@ def work(variant: str, size: str, dtype: str, wait_every: int) -> None:
         run(1)
         about = {"num_parameters": num_parameters, "compile_seconds": time.perf_counter() - started}
     elif name == "peak":
-        run, about = matmul_run(dtype), {}
+        run, about = matmul_run(dtype)
     else:
         run, about = jax_run(name, size, dtype, settings_of(variant), wait_every)
     tell(about)
@@ -411,6 +413,7 @@ def work(variant: str, size: str, dtype: str, wait_every: int) -> None:
 
 
 def matmul_run(dtype: str):
+    """What tells the peak, and {"card": its name} if there is one."""
     import jax
     import jax.numpy as jnp
 
@@ -419,8 +422,8 @@ def matmul_run(dtype: str):
         known = data_sheet_flops(kind)
         if known is None:
             print(f"no data sheet's figure for {kind}: no share of it; add it to DATA_SHEET", file=sys.stderr)
-            return lambda _: {}
-        return lambda _: {"flops_per_sec": [known if dtype == "bfloat16" else known / 2]}
+            return lambda _: {}, {"card": kind}
+        return lambda _: {"flops_per_sec": [known if dtype == "bfloat16" else known / 2]}, {"card": kind}
     side = 1024
     product, matrix = jax.jit(lambda a, b: a @ b), jnp.ones((side, side))
     product(matrix, matrix).block_until_ready()
@@ -433,7 +436,7 @@ def matmul_run(dtype: str):
             seconds.append(time.perf_counter() - started)
         return {"flops_per_sec": [2 * side**3 / min(seconds)]}
 
-    return run
+    return run, {}
 
 
 def data_sheet_flops(kind: str) -> float | None:

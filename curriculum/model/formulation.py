@@ -2,7 +2,7 @@
 
 All formulations compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
 --variants step step:layers=scanned step:attention=xla step:qkv=apart step:skip=select` measures them side by side;
-docs/gpu.md says what was never run. All backends share two choices. Tokens are the rows of one matrix [B*T, D]: with
+docs/gpu.md says what ran on a card. All backends share two choices. Tokens are the rows of one matrix [B*T, D]: with
 [B, T, D], XLA on a CPU copies a transposed cotangent for each weight's gradient. And glibc keeps freed memory
 (`tune_malloc`).
 
@@ -58,12 +58,12 @@ BY_BACKEND = {
     # 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x; recomputing logits in
     # the backward pass 1.3x.
     "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
-    # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table). At the
-    # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each keeps for
-    # the backward pass is copied twice more; 86 with plain attention, which keeps its scores; and 52 with the loss
-    # of 512 tokens at a time, each chunk adding to the head's gradient. A branch would make the host wait for each
-    # update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a multiple of 16 bytes, as tensor cores
-    # want it.
+    # Run on an H200, where an update of 124M parameters takes 64 ms; chosen by what the compiler makes of it for an
+    # H100 (tools/check_gpu_program.py; docs/gpu.md has both). At the limits of its data sheet that takes 46 ms; 61 with
+    # scanned layers, as what each keeps for the backward pass is copied twice more; 86 with plain attention, which
+    # keeps its scores; and 52 with the loss of 512 tokens at a time, each chunk adding to the head's gradient. A branch
+    # would make the host wait for each update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a
+    # multiple of 16 bytes, as tensor cores want it.
     "gpu": Formulation(
         attention="cudnn", qkv="apart", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128
     ),

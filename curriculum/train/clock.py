@@ -13,9 +13,13 @@ from curriculum.train.step import TrainState
 
 
 class TrainClock:
-    """Seconds spent training since the last metrics row; evals, saves and the first compilation are not counted."""
+    """Seconds spent training since the last metrics row; evals, saves and the first compilation are not counted.
 
-    def __init__(self):
+    `ready_s`: seconds that went into compiling before the first update. They belong to the first compilation too.
+    """
+
+    def __init__(self, ready_s: float = 0.0):
+        self._ready_s = ready_s
         self._running_since: float | None = time.perf_counter()  # None while paused
         self._seconds = 0.0
         self._steps = 0
@@ -73,7 +77,7 @@ class TrainClock:
         steps, seconds = self._steps, self._seconds + now - self._running_since
         once = {}
         if self._compile_s is not None:
-            once["first_step_compile_time_s"] = round(self._compile_s, 3)
+            once["first_step_compile_time_s"] = round(self._ready_s + self._compile_s, 3)
             seconds, self._compile_s = seconds - self._compile_s, None
         if self._stall_s is not None:
             once["switch_stall_s"], self._stall_s = round(self._stall_s, 6), None

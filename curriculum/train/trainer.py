@@ -19,6 +19,7 @@ from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, taking_up
 from curriculum.train.averages import averages_at
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
+from curriculum.train.clock import TrainClock
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import from_first, is_first, leaving_on_error
@@ -111,7 +112,9 @@ def train_built(
         while True:
             step = None if resumed is None else resumed.step
             state, history, bad = taking_up.state_as_of(setup, directory, resumed)
+            began = time.perf_counter()
             state = setup.make_ready(step or 0, state)
+            ready_s = time.perf_counter() - began
             if rollback is not None:
                 history = replace(history, rollbacks=rollback.rollbacks)
             with taking_up.writable(directory):
@@ -120,7 +123,7 @@ def train_built(
                 best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():
-                run = Running(setup, directory, record, checkpoints, best, state, history)
+                run = Running(setup, directory, record, checkpoints, best, state, history, TrainClock(ready_s))
                 on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
                 try:
                     return _train(run, step, on, stop)
