@@ -94,6 +94,18 @@ def test_attention_counts_two_products_of_half_a_square(found):
         assert other["attention"].flops == times * found["attention"].flops
 
 
+def test_a_product_of_cublas_counts_without_the_memory_for_its_own_use():
+    program = """
+ENTRY %main (x: bf16[8,4], w: bf16[16,4]) -> bf16[8,16] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = bf16[16,4]{1,0} parameter(1)
+  ROOT %both = (bf16[8,16]{1,0}, s8[33554432]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_batch_dimensions":[],"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}
+}
+"""
+    (cost,) = hlo_traffic.costs(program)
+    assert (cost.flops, cost.num_bytes) == (2 * 8 * 16 * 4, 2 * (8 * 4 + 16 * 4 + 8 * 16))
+
+
 def test_what_is_sent_is_counted_apart(found):
     assert (found["gathering"].num_bytes, found["gathering"].sent_bytes) == (0, 2 * 32 * 16)
     assert (found["summed"].num_bytes, found["summed"].sent_bytes) == (0, 2 * 2 * 4 * 16)

@@ -4,13 +4,14 @@
     python tools/check_gpu_program.py --preset gpt2-124m --rows 32 --seq-len 1024
     python tools/check_gpu_program.py --preset llama-1b --mesh 1 8 1 --rows 32 --seq-len 2048 --remat dots --most 20
 
-The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, in the formulation for GPUs
-(curriculum/model/formulation.py; --attention, --layers and --loss-tokens choose others). The FLOPs and bytes of its
-program (tools/hlo_traffic.py) are set against the card's data sheet. `least_ms` is the time if every instruction takes
-no longer than its products or its memory traffic must, whichever is longer; `mfu_at_most` is the model FLOP utilisation
-in that time, by the FLOPs of tools/bench_step.py. Nothing is run, so launches, caches, and how near kernels come to
-these limits remain unknown; without a card the compiler picks kernels by rules instead of timing them. What the cards
-send to each other is reported separately (`sent_ms`), at the rate of NVLink: it may be hidden behind the rest.
+The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, with a run's XLA flags for all
+cards, in the formulation for GPUs (curriculum/model/formulation.py; --attention, --layers and --loss-tokens choose
+others). The FLOPs and bytes of its program (tools/hlo_traffic.py) are set against the card's data sheet. `least_ms` is
+the time if every instruction takes no longer than its products or its memory traffic must, whichever is longer;
+`mfu_at_most` is the model FLOP utilisation in that time, by the FLOPs of tools/bench_step.py. Nothing is run, so
+launches, caches, and how near kernels come to these limits remain unknown; without a card the compiler picks kernels by
+rules instead of timing them. What the cards send to each other is reported separately (`sent_ms`), at the rate of
+NVLink: it may be hidden behind the rest.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from curriculum.model import formulation, layers, loss, memory, modules, transfo
 from curriculum.model.counts import num_parameters, num_projections
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.train import step
+from curriculum.train.device import GPU_FLAGS, missing_flags
 from curriculum.train.mesh import AXES
 
 
@@ -210,6 +212,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     if options.vocab_size:
         config = replace(config, vocab_size=options.vocab_size)
+    given = os.environ.get("XLA_FLAGS", "")  # the compiler, which has not been started, reads them
+    added = missing_flags(given, [flag for card, flag in GPU_FLAGS if not card])
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
     report, found = measure(config, options.card, options)
     for name, value in report.items():
         print(f"{name:>20}  {value:,}" if isinstance(value, int) else f"{name:>20}  {value}")

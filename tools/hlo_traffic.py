@@ -18,6 +18,7 @@ _ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+_CUBLAS = 'custom_call_target="__cublas'
 _SENT = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -125,6 +126,11 @@ def _flops(instruction: Instruction, here: dict, computations: dict) -> float:
     if instruction.opcode == "fusion":
         inner = computations[_called("calls", instruction.attributes)]
         return sum(_flops(one, inner, computations) for one in inner.values())
+    if _CUBLAS in instruction.attributes:
+        left = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
+        axes = re.search(r'"lhs_contracting_dimensions":\[([\d,"]*)\]', instruction.attributes)[1]
+        result = _dims(_ARRAY.search(instruction.type)[2])
+        return 2.0 * math.prod(result) * math.prod(left[axis] for axis in _dims(axes.replace('"', "")))
     if "__cudnn$fmha" in instruction.attributes:  # [B, T, H, K]: two products forward, five backward
         B, T, H, K = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
         causal = "NO_MASK" not in instruction.attributes  # half of the scores
@@ -140,7 +146,7 @@ def _moved(instruction: Instruction, here: dict, computations: dict) -> int:
     if instruction.opcode == "dynamic-update-slice":
         return 2 * size_bytes(given[1])
     if instruction.opcode != "fusion":
-        return sum(map(size_bytes, given)) + size_bytes(instruction.type)
+        return sum(map(size_bytes, given)) + _result_bytes(instruction)
     inner = computations[_called("calls", instruction.attributes)]
     parameters = sorted((one for one in inner.values() if one.opcode == "parameter"), key=lambda one: int(one.argument))
     read = sum(_read(one, size_bytes(type), inner) for one, type in zip(parameters, given, strict=True))
@@ -172,7 +178,13 @@ def _written(result: Instruction, inner: dict) -> int:
         result = inner[result.operands[0]]
     if result.opcode == "dynamic-update-slice":
         return size_bytes(inner[result.operands[1]].type)
-    return size_bytes(result.type)
+    return _result_bytes(result)
+
+
+def _result_bytes(instruction: Instruction) -> int:
+    """Of a product of cuBLAS without the memory for its own use, which is its second result."""
+    type = instruction.type
+    return size_bytes(arrays(type)[0] if _CUBLAS in instruction.attributes else type)
 
 
 def _sent(instruction: Instruction, here: dict) -> int:
