@@ -434,7 +434,7 @@ def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, m
     ],
     ids=str,
 )
-def test_where_nothing_is_compiled_beside_a_run_it_is_ready_before(corpus, store, tmp_path, monkeypatch, changes):  # noqa: F811
+def test_a_run_beside_which_nothing_is_compiled(corpus, store, tmp_path, monkeypatch, capsys, changes):  # noqa: F811
     """As on an NVIDIA card. What has run once for that leaves no trace in the state, and the run is the same."""
     if "adaptation" in changes:
         base = build_config(shaped(corpus, train={"steps": 12}) | {"phases": shaped(corpus)["phases"][:1]})
@@ -460,7 +460,8 @@ def test_where_nothing_is_compiled_beside_a_run_it_is_ready_before(corpus, store
     monkeypatch.setattr(Setup, "make_ready", ready)
     monkeypatch.setattr("curriculum.train.compiled.backend", lambda: "gpu")
     train(config, tmp_path / "ready", store_dir=store)
-    assert len(states) == 1
+    assert len(states) == 1 and "\n  compiling  3 updates and what else" in "".join(capsys.readouterr())
+    assert load_run(tmp_path / "ready").metrics[0]["first_step_compile_time_s"] > 1.0  # all three
     for one, another in zip(
         *(jax.tree.leaves(final_state(tmp_path / name)) for name in ("usual", "ready")), strict=True
     ):

@@ -13,18 +13,15 @@ from curriculum.train.step import TrainState
 
 
 class TrainClock:
-    """Seconds spent training since the last metrics row; evals, saves and the first compilation are not counted.
+    """Seconds spent training since the last metrics row; evals, saves and the first compilation are not counted."""
 
-    `ready_s`: seconds that went into compiling before the first update. They belong to the first compilation too.
-    """
-
-    def __init__(self, ready_s: float = 0.0):
-        self._ready_s = ready_s
+    def __init__(self):
         self._running_since: float | None = time.perf_counter()  # None while paused
         self._seconds = 0.0
         self._steps = 0
         self._compiled = False  # whether the first update, which compiles, is over
         self._compile_s: float | None = None  # seconds of that update, until `take` reports them
+        self._before_s = 0.0  # seconds of compiling before it
         self._switch_s: float | None = None  # seconds of a switch, until its first update
         self._stall_s: float | None = None
 
@@ -44,6 +41,15 @@ class TrainClock:
             yield
         finally:
             self._running_since = time.perf_counter()
+
+    @contextmanager
+    def compiling(self):
+        """Exclude a block before the first update, and count it to the first compilation."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self._before_s += seconds
+        self._running_since += seconds
 
     @contextmanager
     def update(self):
@@ -77,7 +83,7 @@ class TrainClock:
         steps, seconds = self._steps, self._seconds + now - self._running_since
         once = {}
         if self._compile_s is not None:
-            once["first_step_compile_time_s"] = round(self._ready_s + self._compile_s, 3)
+            once["first_step_compile_time_s"] = round(self._before_s + self._compile_s, 3)
             seconds, self._compile_s = seconds - self._compile_s, None
         if self._stall_s is not None:
             once["switch_stall_s"], self._stall_s = round(self._stall_s, 6), None

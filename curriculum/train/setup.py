@@ -165,6 +165,10 @@ def build(
     if by_gloo():
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
+    num_shapes = len(course.shapes_from(trained))
+    if num_shapes and not compiled.in_background:
+        updates = "1 update" if num_shapes == 1 else f"{num_shapes} updates"
+        about_devices.append(f"  compiling  {updates} and what else is needed, before training")
     if not keeps_programs:
         why = f"process 0 cannot write to {programs}, or not all see it"
         about_devices.append(f"             compiled anew at each start: {why}")

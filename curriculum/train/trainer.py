@@ -19,7 +19,6 @@ from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, taking_up
 from curriculum.train.averages import averages_at
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
-from curriculum.train.clock import TrainClock
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import from_first, is_first, leaving_on_error
@@ -112,9 +111,6 @@ def train_built(
         while True:
             step = None if resumed is None else resumed.step
             state, history, bad = taking_up.state_as_of(setup, directory, resumed)
-            began = time.perf_counter()
-            state = setup.make_ready(step or 0, state)
-            ready_s = time.perf_counter() - began
             if rollback is not None:
                 history = replace(history, rollbacks=rollback.rollbacks)
             with taking_up.writable(directory):
@@ -123,7 +119,7 @@ def train_built(
                 best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():
-                run = Running(setup, directory, record, checkpoints, best, state, history, TrainClock(ready_s))
+                run = Running(setup, directory, record, checkpoints, best, state, history)
                 on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
                 try:
                     return _train(run, step, on, stop)
@@ -153,12 +149,15 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     setup, schedule, step = run.setup, run.setup.course.schedule, resumed_step or 0
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
+        _make_ready(run, 0)
         verdict = judge(run, 0, evaluate(run, 0, list(setup.corpus.evalsets)))
         if setup.lineage is not None and setup.config.logging.generate_every:
             generate(run, 0)  # what the model it begins from writes
         run.keep(0, verdict.keep)
     for name, event in resumption:
         run.record.event(name, step, **event)
+    if resumed_step is not None:
+        _make_ready(run, step)
     # The record lacks the switch if the run had ended at this step, or if an edited config begins a phase here; and the
     # last row and eval, if the config now ends the run here.
     ends = step == schedule.total_steps
@@ -176,6 +175,11 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     verdict = judge(run, step, evaluated)
     run.keep(step, verdict.keep)
     return verdict.worse
+
+
+def _make_ready(run: Running, step: int) -> None:
+    with run.clock.compiling():
+        run.state = run.setup.make_ready(step, run.state)
 
 
 def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
