@@ -90,14 +90,15 @@ def test_an_eval_is_two_lines(tmp_path):
         tmp_path,
         start(),
         evaluated(0, 40.0, val=9.0),
-        # 350 steps in 882 s leave 74650 x 2.52 s = 188118 s = 52.26 h; 922 s are 15.4 minutes
+        evaluated(100, 292.0, val=8.0),
+        # 250 steps in 630 s leave 74650 x 2.52 s = 188118 s = 52.26 h; 922 s are 15.4 minutes
         evaluated(350, 922.0, 34_406_400, val=4.12345, general=4.23456, domain=4.34567, code=3.98765),
     )
     assert lines[-2:] == [
         "step 350/75000 (0.5%) | 14:45:12 | 15m | ETA 52.3h | 34M tokens",
         "  val 4.1235 | lr 1.40e-05 | phase: foundation | general 4.2346 | domain 4.3457 | code 3.9876",
     ]
-    assert lines[-4].startswith("step 0/75000 (0.0%) | 14:45:12 | 40s | ETA ? | 0 tokens")
+    assert lines[-6].startswith("step 0/75000 (0.0%) | 14:45:12 | 40s | ETA ? | 0 tokens")
 
 
 def test_an_eval_says_which_sets_are_worse_and_which_may_be(tmp_path):
@@ -137,8 +138,9 @@ def test_sets_that_were_not_due_are_left_out_and_what_is_not_finite_is_shown(tmp
 @pytest.mark.parametrize(
     ("earlier", "eta"),
     [
-        # start-up and the eval at step 0 are no part of the pace: 10 s for 100 steps, 74900 steps left
-        ([(0, 500.0), (100, 510.0)], "2.1h"),
+        # start-up, the eval at step 0 and compiling are no part of the pace: 10 s for 100 steps, 74700 steps left
+        ([(0, 500.0), (100, 900.0), (200, 910.0), (300, 920.0)], "2.1h"),
+        ([(0, 500.0), (100, 900.0)], "?"),  # without a row
         # of seven intervals the last five count: 100 s for 500 steps, 74300 left = 14860 s
         (
             [(0, 0.0), (100, 900.0), (200, 1800.0), *((200 + 100 * i, 1800.0 + 20 * i) for i in range(1, 6))],
@@ -174,6 +176,8 @@ def test_eta_after_a_rollback_counts_what_comes_after_it(tmp_path):
     before = (evaluated(step, step / 5, val=4.0) for step in (1000, 1100, 1200, 1300))
     lines = printed(tmp_path, start(), *before, back, evaluated(1100, 500.0, val=4.0))
     assert lines[-2].split(" | ")[3] == "ETA 41.1h"  # 73900 x 2 s
+    events = (stamped("resume", 1200, 9.0, plan=PLAN), back, evaluated(1100, 500.0, val=4.0))  # to before the resume
+    assert printed(tmp_path / "resumed", *events)[-2].split(" | ")[3] == "ETA 41.1h"
 
 
 @pytest.mark.parametrize(("wandb", "shown"), [(None, False), ({"mode": "online"}, False), ({"mode": "offline"}, True)])

@@ -99,7 +99,7 @@ class Console:
                 # A rollback to step 0 begins anew, without a checkpoint.
                 self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
                 self._marks.clear()  # those before a rollback are of later steps
-                if kind == "resume":  # no mark: what comes first is compiling
+                if kind == "resume":
                     self._began = event["step"], event["elapsed_s"]
                 else:
                     self._mark(event)
@@ -107,7 +107,8 @@ class Console:
                 self._print(*(self._device_lines if kind == "resume" else ()))
             case "eval":
                 self._eval_s += event["eval_duration_s"]
-                self._mark(event)
+                if self._marks or event["step"] > self._began[0]:  # before, compiling is still to come
+                    self._mark(event)
                 self._print(*eval_lines(event, self._total_steps, self._seconds_left(event["step"])))
             case "checkpoint":
                 self._checkpoint_step = event["step"]
@@ -228,8 +229,7 @@ class Console:
 
     def _mark(self, event: dict[str, Any]) -> None:
         if self._marks and self._marks[-1][0] == event["step"]:
-            # Time without a step (start-up, the eval at step 0) does not count towards the pace.
-            self._marks.pop()
+            self._marks.pop()  # time without a step does not count towards the pace
         self._marks.append((event["step"], event["elapsed_s"]))
 
     def _seconds_left(self, step: int) -> float | None:
@@ -237,13 +237,13 @@ class Console:
 
         Up to the second eval of this process by the last row's rate, which evals are no part of.
         """
-        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
-        steps = (first_step, last_step, step, self._total_steps)
-        first, last, now, end = (planned_tokens(self._plan, s) for s in steps)
-        if first < last:
-            return (end - now) * (last_s - first_s) / (last - first)
+        tokens_left = planned_tokens(self._plan, self._total_steps) - planned_tokens(self._plan, step)
+        if len(self._marks) > 1:
+            (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+            between = planned_tokens(self._plan, last_step) - planned_tokens(self._plan, first_step)
+            return tokens_left * (last_s - first_s) / between
         rate = self._row.get("tokens_per_sec")
-        return (end - now) / rate if rate else None
+        return tokens_left / rate if rate else None
 
     def _print(self, *lines: str, color: int | None = None) -> None:
         if self._progress_open:
