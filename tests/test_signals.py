@@ -20,7 +20,7 @@ with StopSignals() as stop:
 """
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_second_signal_ends_the_process_at_once(second):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", WAIT], **pipes, text=True)
@@ -34,6 +34,17 @@ def test_the_second_signal_ends_the_process_at_once(second):
         "SIGTERM: the run stops after this step and saves; a second one ends it at once\n"
         f"{second.name}: ended at once; what is not in a checkpoint is trained again\n"
     )
+
+
+def test_under_nohup_a_terminal_that_is_closed_stops_nothing():
+    command = ["sh", "-c", 'trap "" HUP; exec "$0" -c "$1"', sys.executable, WAIT]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == f"asked {int(signal.SIGTERM)}\n"
+    process.kill()
+    assert process.communicate(timeout=30)[1].startswith("SIGTERM: ")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -32,5 +32,6 @@ def stopped_runs(go_on: str) -> Iterator[None]:
         tell(str(diverged), err=True)
         sys.exit(3)
     except Stopped as stopped:
-        tell(f"{stopped}; continue with {go_on}", err=True)
+        with suppress(OSError):  # the terminal may be closed
+            tell(f"{stopped}; continue with {go_on}", err=True)
         sys.exit(128 + stopped.signal_number)

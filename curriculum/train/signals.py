@@ -1,4 +1,4 @@
-"""Orderly stops by SIGINT and SIGTERM."""
+"""Orderly stops by SIGINT, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """SIGINT and SIGTERM ask for a stop after the step; a second one ends the process at once."""
+    """SIGINT, SIGTERM and SIGHUP ask for a stop after the step; a second one ends the process at once.
+
+    SIGHUP comes when the terminal is closed. Under nohup, which ignores it, it stays ignored.
+    """
 
     def __init__(self):
         self.received: int | None = None
@@ -41,8 +44,9 @@ class StopSignals:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):
