@@ -5,6 +5,7 @@ from tiny_run import tiny_data, write_corpus
 
 from curriculum.config import build_config, config_from_json, load_config
 from curriculum.errors import InputError
+from curriculum.model.formulation import attention_of
 from curriculum.schema.adaptation import resolved_model
 from curriculum.schema.shapes import row_problems
 
@@ -86,11 +87,12 @@ def test_cudnn_trains_on_an_even_number_of_positions(tmp_path):
     assert config(tmp_path, model=model, train=train | {"seq_len": 34}, evalsets=evals).train.seq_len == 34
 
 
-@pytest.mark.parametrize(("tensor", "attention"), [(1, "plain"), (2, "xla")])
-def test_with_deterministic_kernels_attention_is_not_cudnns(tmp_path, tensor, attention):
+def test_with_deterministic_kernels_attention_is_not_cudnns(tmp_path):
     model = {"preset": "tiny", "compute_dtype": "bfloat16"}
-    rest = {"train": {"steps": 12, "batch_size": 4, "seq_len": 34, "deterministic": True}, "mesh": {"tensor": tensor}}
-    assert resolved_model(config(tmp_path, model=model, **rest), 257).attention == attention
+    rest = {"train": {"steps": 12, "batch_size": 4, "seq_len": 34, "deterministic": True}}
+    resolved = resolved_model(config(tmp_path, model=model, **rest), 257)
+    found = [attention_of(resolved, "gpu", seq_len=34, heads_split=split) for split in (False, True)]
+    assert found == ["plain", "xla"]
     with pytest.raises(InputError) as error:
         config(tmp_path, model=model | {"attention": "cudnn"}, **rest)
     assert error.value.problems == (
@@ -98,7 +100,7 @@ def test_with_deterministic_kernels_attention_is_not_cudnns(tmp_path, tensor, at
         "why); leave it out for auto",
     )
     rest["train"] |= {"deterministic": None}
-    assert resolved_model(config(tmp_path, model=model, **rest), 257).attention == "auto"
+    assert attention_of(resolved_model(config(tmp_path, model=model, **rest), 257), "gpu", seq_len=34) == "cudnn"
 
 
 def test_every_problem_at_once_with_its_place_in_the_file(tmp_path):

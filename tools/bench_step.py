@@ -41,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,11 +232,9 @@ class Worker:
         self.seconds, self.cpu_seconds, self.flops_per_sec = [], [], []
 
     def turn(self, num_steps: int) -> None:
-        try:
+        with suppress(BrokenPipeError):  # it ended; `_answer` tells how
             self.process.stdin.write(f"{num_steps}\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it ended; `_answer` tells how
         answer = self._answer()
         self.seconds += answer.get("seconds", [])
         self.cpu_seconds += answer.get("cpu_seconds", [])
@@ -253,7 +251,8 @@ class Worker:
         return self
 
     def __exit__(self, *_):
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
 

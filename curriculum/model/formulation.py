@@ -92,13 +92,16 @@ def backend() -> str:
 def attention_of(config: ModelConfig, backend: str, *, seq_len: int, heads_split: bool = False) -> str:
     """The attention of a config on a backend: its own choice, or the backend's if the config is within its limits.
 
+    `deterministic` is the backend's too, but never cuDNN's.
+
     With heads split over devices, plain attention, whose one batch axis joins rows and heads, would gather all heads on
     each device (tests/test_scaling.py counts). xla attention has an axis for each, and takes its place.
     """
-    if config.attention != "auto":
+    if config.attention not in ("auto", "deterministic"):
         return config.attention
     chosen = BY_BACKEND[backend].attention
-    if chosen == "cudnn" and (cudnn_problem(config) is not None or seq_len % CUDNN_LENGTH_STEP):
+    unfit = config.attention == "deterministic" or cudnn_problem(config) is not None or seq_len % CUDNN_LENGTH_STEP
+    if chosen == "cudnn" and unfit:
         chosen = "plain"
     return "xla" if chosen == "plain" and heads_split else chosen
 

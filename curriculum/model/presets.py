@@ -69,7 +69,8 @@ class ModelConfig:
     softmax and loss are in float32 even if it is bfloat16. `dropout` is applied to the embedding and to what attention
     and feed-forward add to the residual stream. `remat` is the part of a block that is recomputed in the backward pass:
     nothing (none), all but the products with weights (dots), or everything (full). `attention` and `layers` name a
-    formulation of `curriculum.model.formulation`; auto is what suits the backend.
+    formulation of `curriculum.model.formulation`; auto is what suits the backend, deterministic the same but never
+    cuDNN's.
     """
 
     vocab_size: int
@@ -97,7 +98,7 @@ class ModelConfig:
     dropout: float = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
-    attention: Literal["auto", "plain", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "deterministic", "plain", "xla", "cudnn"] = "auto"
     layers: Literal["auto", "unrolled", "scanned"] = "auto"
 
     @property

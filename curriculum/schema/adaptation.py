@@ -51,7 +51,7 @@ def resolved_model(config: Config, vocab_size: int) -> ModelConfig:
     """
     model = replace(resolve_model(config.model, vocab_size), lora=config.adaptation.lora)
     if config.train.deterministic and model.attention == "auto":
-        model = replace(model, attention="xla" if config.mesh.tensor > 1 else "plain")
+        model = replace(model, attention="deterministic")
     return model
 
 
