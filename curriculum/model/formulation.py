@@ -59,9 +59,9 @@ BY_BACKEND = {
     # the backward pass 1.3x.
     "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Run on an H200, where an update of 124M parameters takes 64 ms; chosen by what the compiler makes of it for an
-    # H100 (tools/check_gpu_program.py; docs/gpu.md has both). At the limits of its data sheet that takes 46 ms; 61 with
-    # scanned layers, as what each keeps for the backward pass is copied twice more; 86 with plain attention, which
-    # keeps its scores; and 52 with the loss of 512 tokens at a time, each chunk adding to the head's gradient. A branch
+    # H100 (tools/check_gpu_program.py; docs/gpu.md has both). At the limits of its data sheet that takes 44 ms; 59 with
+    # scanned layers, as what each keeps for the backward pass is copied twice more; 93 with plain attention, which
+    # keeps its scores; and 49 with the loss of 512 tokens at a time, each chunk adding to the head's gradient. A branch
     # would make the host wait for each update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a
     # multiple of 16 bytes, as tensor cores want it.
     "gpu": Formulation(
