@@ -202,7 +202,7 @@ def test_the_time_left_goes_by_tokens(written, tmp_path):
         "phase": "a",
         "eval_duration_s": 0.5,
     }
-    for step, elapsed_s in ((0, 10.0), (30, 70.0)):  # 30 x 64 tokens in a minute; 30 x 64 + 40 x 256 are left
+    for step, elapsed_s in ((0, 1.0), (15, 40.0), (30, 70.0)):  # 15 x 64 tokens in 30 s; 30 x 64 + 40 x 256 are left
         of_eval = {"step": step, "elapsed_s": elapsed_s, "tokens_processed": step * 64, "val_loss": 3.0, "val_bpb": 1.0}
         console.event({**stamp, **of_eval})
     assert "ETA 6m" in out.getvalue().splitlines()[-2]

@@ -141,16 +141,20 @@ def main(argv: list[str] | None = None) -> None:
             report["skipped"][name] = why
         else:
             variants.append(name)
+    any_failed = False
     for size in args.sizes:
         left_out = [name for name in variants if name in OF_GPT2 and size in LLAMAS]
         report["skipped"] |= {f"{name} of {size}": "only sizes of GPT-2's shape" for name in left_out}
         rows, failed, card = measure(size, [name for name in variants if name not in left_out], args)
         report["machine"] |= card
+        any_failed |= bool(failed)
         report["skipped"] |= {f"{name} of {size}": why for name, why in failed.items()}
         report["results"] += rows
         report["ratios"] += ratios(size, rows)
     print_report(report)
     write_json(args.json, report)
+    if any_failed:
+        sys.exit(1)
 
 
 def missing(variant: str) -> str | None:
@@ -191,6 +195,8 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> tuple[l
                 try:
                     workers[name].turn(steps)
                 except Failed as error:
+                    if name == "peak":
+                        raise
                     failed[name] = str(error)
                     del workers[name]
                 print(f"{size}: round {number + 1} of {rounds}: {name}", file=sys.stderr)

@@ -22,6 +22,8 @@ from bench_step import SIZES, jax_program, settings_of
 from hlo_traffic import Cost, costs
 from results import add_json_option, machine, print_machine, print_table, write_json
 
+from curriculum.train.device import tune_device
+
 NUM_TIMES, UPDATES_A_TIME, NUM_TRACED = 5, 10, 3
 
 
@@ -33,12 +35,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=20, help="how many rows to print, those that take longest first")
     add_json_option(parser)
     args = parser.parse_args(argv)
-    program = jax_program("step", args.size, args.dtype, settings_of(f"step:{args.settings}"))
+    tune_device(deterministic=None)  # before jax starts
 
     import jax
 
     if jax.default_backend() != "gpu":
         parser.error(f"got jax backend {jax.default_backend()}, expected an NVIDIA GPU")
+    program = jax_program("step", args.size, args.dtype, settings_of(f"step:{args.settings}"))
     state, program = program.state, program._replace(state=None)
 
     def run(num: int) -> float:

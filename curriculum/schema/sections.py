@@ -103,7 +103,8 @@ class TrainSection:
     seq_len: Annotated[int, Limits(ge=2, le=2**24)] = 256
     """Tokens per sequence. If left out while every phase has its own, the longest of theirs."""
     deterministic: bool | None = None
-    """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: neither."""
+    """true: no dropout, and on a GPU deterministic kernels only, without cuDNN's attention; false: `model.dropout` is
+    needed; null: neither."""
     skip_updates: SkipUpdates | None = field(default_factory=SkipUpdates)
     """Which finite updates are skipped; null: none."""
     rollback: RollbackSection | None = None

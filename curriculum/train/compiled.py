@@ -72,6 +72,8 @@ class Compiled:
     def make_ready(self, shapes: Iterable[StepShape], state: TrainState) -> TrainState:
         """Compile what these shapes need, run each update and each eval once, and return the state as it was.
 
+        Samples are compiled only: those of `transformer` take plain attention.
+
         An update without a valid token changes nothing but the step, the skipped updates and the guard, which are put
         back.
         """

@@ -36,8 +36,8 @@ def dry_run(
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     course, states, compiled = setup.course, setup.states, setup.compiled
     try:
-        clock = time.perf_counter()
         state = setup.make_ready(0, states.first())
+        clock = time.perf_counter()
         state = setup.update_at(0)(state, course.feed[0], *course.knobs(0))
         loss = read_window(state.window, states.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
