@@ -120,7 +120,7 @@ def test_views_show_every_average(run):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    "fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""),
+    "xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""),
     reason="holds as the compiler makes a user's programs, which are fused alike: run it with -m slow",
 )
 def test_averages_change_no_bit_of_training(run, folder, tmp_path):
