@@ -93,6 +93,7 @@ def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names:
         if step == full_at and process_id == "0":
             while not all(saving.settled for saving in folders):
                 time.sleep(0.01)
+            sys.dont_write_bytecode = True  # a file cut short would stay
             resource.setrlimit(resource.RLIMIT_FSIZE, (longest, resource.RLIM_INFINITY))
         return make(self, step)
 

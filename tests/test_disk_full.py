@@ -1,7 +1,8 @@
 """A disk that is full for a while, or for good: the run goes on, says so, and nothing of it is lost.
 
 The limit is RLIMIT_FSIZE: every write beyond it fails with EFBIG, as one on a full disk does with ENOSPC. A real file
-system of a few MiB is used where this process may mount one.
+system of a few MiB is used where this process may mount one. No bytecode is written under a limit: Python 3.11 keeps
+a file that was cut short, and each later process fails at it.
 """
 
 import errno
@@ -33,6 +34,7 @@ sys.path.insert(0, sys.argv[1])
 from tiny_run import tiny_train
 place, run_dir, resume, at, sections = json.loads(sys.argv[2])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True
 make, begin, folders = Feed.__getitem__, Checkpoints.__init__, []
 def init(self, *arguments, **settings):
     folders.append(self)
@@ -234,6 +236,7 @@ import resource, signal, sys
 from pathlib import Path
 from curriculum.disk.append import Appender
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True
 path = Path(sys.argv[1])
 file = Appender(path)
 file.write(b"first\\n")
@@ -284,6 +287,7 @@ sys.path.insert(0, sys.argv[1])
 from test_checkpoint import save
 from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True
 checkpoints = Checkpoints(Path(sys.argv[2]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 try:

@@ -225,7 +225,7 @@ def test_what_a_killed_export_left_goes_with_the_next(run, tmp_path, monkeypatch
         export(run, out)
     monkeypatch.undo()
     assert export(run, tmp_path / "other") == 4
-    (left,) = tmp_path.rglob(".export.*")
+    (left,) = tmp_path.rglob(".making.*")
     assert (left / "whole").is_dir()
     assert export(run, out) == 4
     assert sorted(path.name for path in out.iterdir()) == ["model.json", "model.safetensors", "tokenizer"]
@@ -404,7 +404,8 @@ def test_a_full_disk_is_told(run, tmp_path, format):
         "-o",
         "out",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # a file cut short would stay
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: -o out: cannot be written: "), done.stderr
     assert "is the disk full?" in done.stderr or "File too large" in done.stderr
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ def _prefix(target: Path) -> str:
     It has a checksum of the name, as the name itself may already be as long as names can be.
     """
     name = os.path.basename(os.path.realpath(target))
-    return f".export.{zlib.crc32(os.fsencode(name)):08x}."
+    return f".making.{zlib.crc32(os.fsencode(name)):08x}."
 
 
 @contextmanager
