@@ -20,6 +20,7 @@ from curriculum.branching.copy import copy_trunk
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.disk.manifest import damage, write_manifest
+from curriculum.disk.scratch import scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.console import program
@@ -222,9 +223,10 @@ def test_what_a_branch_takes_over(trunk, folder, tmp_path):
     shutil.copytree(trunk / "checkpoints/12", trunk / "gold/20")
     write_manifest(trunk / "gold/20", 20)
     shutil.copytree(trunk / "checkpoints/8", trunk / "kept/8")
-    left = tmp_path / ".new.branch" / "new" / "checkpoints" / "2"  # of a call that was killed as it copied
-    left.mkdir(parents=True)
     new = tmp_path / "new"
+    with scratch(tmp_path, new) as killed:
+        (killed / "new" / "checkpoints" / "2").mkdir(parents=True)
+        shutil.copytree(killed.parent, f"{killed.parent}k")  # nobody holds it, as of a call that was killed
     branch(trunk, 13, new, overrides=["train.steps=20"], store_dir=folder / "store")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "trunk"]
     # Of the golds the one that the checkpoint speaks of; that of 20 is the branch's own.
@@ -382,6 +384,22 @@ def test_a_checkpoint_that_a_training_trunk_deletes_meanwhile_is_told_as_gone(tr
     with pytest.raises(InputError, match="checkpoints/12: is gone: a training run keeps only its newest"):
         branch(trunk, 12, tmp_path / "new", store_dir=folder / "store")
     assert not (tmp_path / "new").exists()
+
+
+def test_of_two_branches_into_one_new_directory_the_later_is_refused(trunk, folder, tmp_path, monkeypatch):
+    """It was new to both when they began; neither removes what the other is making."""
+    new = tmp_path / "new"
+
+    def overtaken(made, *more):
+        monkeypatch.undo()
+        branch(trunk, 13, new, overrides=["train.steps=20"], store_dir=folder / "store")
+        return copy_trunk(made, *more)
+
+    monkeypatch.setattr("curriculum.branch.copy_trunk", overtaken)
+    with pytest.raises(InputError, match=f"--run-dir {new}: is not empty any more; choose a new folder"):
+        branch(trunk, 13, new, overrides=["train.steps=22"], store_dir=folder / "store")
+    assert load_run(new).events[-1]["event"] == "training_complete" and load_run(new).events[-1]["step"] == 20
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "trunk"]
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_serves(whole, trunk, folder, tmp_path, capsys):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from typing import Any
 from curriculum.config import Config
 from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.disk.manifest import damage, update_manifest
+from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.board import Board
@@ -27,21 +28,25 @@ from curriculum.train.setup import Setup
 
 @contextmanager
 def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDirectory]:
-    """A temporary directory beside `directory`, to make the branch in: renamed at the end, or removed on an error."""
-    place = Path(os.path.abspath(directory.path))
-    beside = place.with_name(f".{place.name}.branch")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a call that was killed
-    made = RunDirectory(beside / place.name)
+    """A temporary directory beside `directory`, to make the branch in: renamed at the end, or removed on an error.
+
+    Raises InputError for what the disk refuses, and if another process has made the directory meanwhile.
+    """
+    target = Path(os.path.abspath(directory.path))
+    clear_killed(target.parent, target)
     try:
-        yield made
-        rename_whole(made.path, place)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with scratch(target.parent, target) as folder:
+            made = RunDirectory(folder / target.name)  # TensorBoard's files name the run by its folder
+            yield made
+            rename_whole(made.path, target)
     except OSError as error:
+        if error.errno == errno.ENOTEMPTY:  # it was new when the branch began
+            raise InputError(f"--run-dir {directory.path}: is not empty any more; choose a new folder") from None
         raise InputError(
             f"{trunk.path}: could not be copied to {directory.path}: {error}; mend that (free disk "
             "space, grant write permission) and try again"
         ) from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def copy_trunk(
