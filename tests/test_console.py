@@ -352,7 +352,7 @@ VERDICTS = [
     ),
     (
         stamped("diverged", 2, reason="parameters are not finite after update 1", last_good_step=None),
-        "diverged at step 2: parameters are not finite after update 1 | there is no checkpoint",
+        "diverged at step 2: parameters are not finite after update 1 | there is no good checkpoint",
     ),
 ]
 DIVERGED = stamped("diverged", 212, reason="3 updates in a row were bad", last_good_step=200)
@@ -626,6 +626,7 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
     assert lines[6:] == [
         "complete: 75000 steps, 7.4B tokens in 52.3h (39.2k tok/s) | train - | val 3.0500, best 3.0000",
         "  forgotten    code +0.2500 since base",
+        "  not judged   single +0.3000 since base, too little text for a standard error",
         f"  resume from  {run_dir}/checkpoints/75000: resume latest longer",
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {program('tensorboard')} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
@@ -663,7 +664,7 @@ def test_a_program_is_called_as_it_can_be_typed(tmp_path, monkeypatch):
 
 def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(70000, train_steps=80000))
-    assert lines[8:10] == [
+    assert lines[9:11] == [
         "  ended early  at step 75000 of 80000: a source with on_exhaust: stop has been read max_epochs times",
         f"  resume from  {tmp_path}/checkpoints/75000 with a higher max_epochs of it, or another on_exhaust",
     ]
@@ -680,7 +681,7 @@ def test_a_gold_that_is_what_the_run_began_with_is_said_to_be(tmp_path):
 
 def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
-    assert lines[8:] == [
+    assert lines[9:] == [
         f"  resume from  {tmp_path}/checkpoints/75000 with more train.steps",
         f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
     ]
@@ -704,7 +705,7 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
         lines = printed(
             tmp_path, begun, stamped("checkpoint", 75000), complete(gold_step=None), resume_command="{0} {1}".format
         )
-        return [line.removeprefix(f"  resume from  {tmp_path}/checkpoints/") for line in lines[8:-1]]
+        return [line.removeprefix(f"  resume from  {tmp_path}/checkpoints/") for line in lines[9:-1]]
 
     for step in (200, 60000, 65000, 75000):
         for item in CHECKPOINT_ITEMS:

@@ -13,6 +13,8 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.record.windows import read_results, write_results
 from curriculum.run import Run, load_run
 from curriculum.run_directory import RunDirectory
+from curriculum.views import inspection_text
+from curriculum.views.inspection import inspect_run
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights
 
@@ -126,8 +128,26 @@ def test_the_interval_is_wider_where_fewer_clusters_tell_the_error(run_dir, tmp_
     events[0]["evalsets"]["primary"] |= facts
     next(e for e in events if e["event"] == "eval" and e["step"] == 80).update(val_loss=2.0, val_sem=0.1)
     (tmp_path / "run/events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    header, val, _ = rows(sections(model_card(load_run(tmp_path / "run"), EXPORTED))["How well it does"])
+    told = sections(model_card(load_run(tmp_path / "run"), EXPORTED))["How well it does"]
+    header, val, _ = rows(told)
     assert dict(zip(header, val, strict=True))["95 %"] == interval
+    few = "Few documents: val: fewer than 20 each, in 20 windows or more; their standard errors cover more text from"
+    assert (few in told) == (facts["documents"] < facts["clusters"])
+
+
+def test_a_set_without_a_standard_error_is_not_called_free_of_alarms(run_dir, tmp_path):
+    shutil.copytree(run_dir, tmp_path / "run")
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["event"] == "eval":
+            event["val_sem"] = None
+    (tmp_path / "run/events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = load_run(tmp_path / "run")
+    header, val, _ = rows(sections(model_card(run, EXPORTED))["How well it does"])
+    found = dict(zip(header, val, strict=True))
+    assert (found["95 %"], found["verdict"]) == ("-", "not judged: too little text for a standard error")
+    shown = "\n".join(inspection_text.text(inspect_run(run)))
+    assert "regressed     none now (val: not judged: too little text for a standard error)" in shown
 
 
 def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):

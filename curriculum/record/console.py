@@ -181,12 +181,16 @@ class Console:
             f"train {loss(event['final_train_loss'])} | val {loss(event['final_val_loss'])}, "
             f"best {loss(event['best_val_loss'])}"
         )
-        if forgotten := [
-            f"{name} {lost['value']:+.4f} since {lost['best_phase']}"
-            for name, of_set in event["transfer"]["sets"].items()
-            if (lost := of_set["forgetting"])["interval"] and lost["interval"][0] > 0
-        ]:
-            yield f"  forgotten    {', '.join(forgotten)}"
+        risen: dict[str, list[str]] = {"forgotten": [], "not judged": []}
+        for name, of_set in event["transfer"]["sets"].items():
+            lost = of_set["forgetting"]
+            value, interval = number(lost["value"]), lost["interval"]
+            if interval is not None and interval[0] > 0:
+                risen["forgotten"].append(f"{name} {value:+.4f} since {lost['best_phase']}")
+            elif interval is None and value is not None and 0 < value < math.inf:
+                why = "too little text for a standard error"
+                risen["not judged"].append(f"{name} {value:+.4f} since {lost['best_phase']}, {why}")
+        yield from (f"  {label:<12} {'; '.join(sets)}" for label, sets in risen.items() if sets)
         if event["total_steps"] < event["train_steps"]:
             steps = event["train_steps"]
             at = f"at step {event['total_steps']} of {steps}"

@@ -50,7 +50,7 @@ def verdict(event: dict[str, Any]) -> str | None:
             return f"{told}: {event['reason']} | the data of {steps} steps from step {first} on are passed over"
         case "diverged":
             good = event["last_good_step"]
-            kept = "there is no checkpoint" if good is None else f"the last good checkpoint is of step {good}"
+            kept = "there is no good checkpoint" if good is None else f"the last good checkpoint is of step {good}"
             return f"diverged at step {step}: {event['reason']} | {kept}"
         case "resume":
             back = [

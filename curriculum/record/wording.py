@@ -11,6 +11,8 @@ from curriculum.record.events import number
 # What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons cover the text alone.
 WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
 
+NOT_JUDGED = "not judged: too little text for a standard error"
+
 MOST_NAMED = 8  # sets in a row of names
 MOST_SOURCES = 12  # in a row of shares or tokens
 MAX_RISE = 10.0  # nats per token; about the loss of a uniform guess over a large vocabulary
@@ -36,8 +38,13 @@ def few_documents(names: Iterable[str]) -> str:
     )
 
 
-def unseen(detectable: float | None, tolerance: float) -> str | None:
-    """Which rises of a set without an alarm would not show; None if one of twice the tolerance would."""
+def unseen(detectable: float | None, tolerance: float, sem: float | None) -> str | None:
+    """Which rises of a set without an alarm would not show; None if one of twice the tolerance would.
+
+    `sem` is the standard error of its last loss; without one no rise is judged.
+    """
+    if sem is None:
+        return NOT_JUDGED
     if detectable is None:
         return "the smallest detectable rise is not known"
     if detectable <= 2 * tolerance:

@@ -223,15 +223,15 @@ def least_seen(facts: Mapping[str, Any]) -> str | None:
     """
     evals, worse = facts["evals"], {o["set"] for o in facts["regressions"]}
 
-    def hidden(name: str) -> float:
+    def hidden(name: str) -> tuple[bool, float]:
         detectable, tolerance = evals[name]["detectable"], evals[name]["tolerance"]
-        return math.inf if detectable is None else detectable - 2 * tolerance
+        return evals[name]["sem"] is None, math.inf if detectable is None else detectable - 2 * tolerance
 
     judged = [name for name, e in evals.items() if e["still_measured"] and "@" not in name and name not in worse]
     if not judged:
         return None
     name = max(judged, key=hidden)
-    said = unseen(evals[name]["detectable"], evals[name]["tolerance"])
+    said = unseen(*(evals[name][key] for key in ("detectable", "tolerance", "sem")))
     return said and f"{name}: {said}"
 
 

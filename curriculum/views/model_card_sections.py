@@ -14,6 +14,7 @@ from curriculum.record.events import METRICS, config_name
 from curriculum.record.queries import (
     EvalPoint,
     consumption,
+    documents_are_few,
     eval_points,
     evalset_facts,
     last_detectable,
@@ -25,7 +26,16 @@ from curriculum.record.queries import (
 )
 from curriculum.record.sentences import new_offenders, skipped_line, verdict
 from curriculum.record.windows import recorded_windows
-from curriculum.record.wording import WITH_SCATTER, epochs_text, interval_text, loss, signed, unseen
+from curriculum.record.wording import (
+    NOT_JUDGED,
+    WITH_SCATTER,
+    epochs_text,
+    few_documents,
+    interval_text,
+    loss,
+    signed,
+    unseen,
+)
 from curriculum.run import Run
 from curriculum.run_directory import read_arrays
 from curriculum.views.compare import paired
@@ -142,9 +152,9 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         if name in worse:
             regressed = f"regressed against its {' and '.join(worse[name])}"
         else:
-            hidden = unseen(detectable.get(name), tolerance_of(run, name))
+            hidden = unseen(detectable.get(name), tolerance_of(run, name), last.sem)
             none = "no alarm, but it may be worse" if name in warned else "no alarm"
-            regressed = f"{none}; {hidden}" if hidden else none
+            regressed = hidden if hidden == NOT_JUDGED else f"{none}; {hidden}" if hidden else none
         if suffix:  # only the raw parameters are judged
             regressed = f"raw parameters: {regressed}"
         if name not in still_measured:
@@ -153,8 +163,10 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         rows.append((*cells, f"{last.step:,}", loss(last.loss), interval, loss(last.bpb), change, regressed))
     header = ("eval set", "text", "documents", "tokens", "step", "loss", "95 %", "bits per byte")
     measured = table_of((*header, "change since the start", "verdict"), rows, right=(2, 3, 4, 5, 7))
+    few = [name for name in points if name in about and documents_are_few(about[name])]
     return [
         measured,
+        *([f"Few documents: {few_documents(few)}."] if few else []),
         "Loss in nats per token. The intervals cover the choice of held-out text alone; the change is from the first "
         "eval of the same windows, below 0 is better. Each document is preceded by the token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
