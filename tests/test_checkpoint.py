@@ -447,6 +447,28 @@ def test_the_newest_stay_and_the_planned_ones(tmp_path):
     assert json.loads((tmp_path / "checkpoints/17/manifest.json").read_text())["step"] == 17
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_is_no_failed_save(tmp_path, monkeypatch, capfd):
+    checkpoints, rename = Checkpoints(tmp_path / "checkpoints", 1), Path.rename
+
+    def refused(path, target):
+        if path.name == "1":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    save(checkpoints, 1)
+    checkpoints.wait()
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", refused)
+        save(checkpoints, 2)
+        checkpoints.wait()
+    assert checkpoints.steps() == [1, 2] and damage(tmp_path / "checkpoints/2") is None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}/checkpoints/1: cannot be deleted, though newer") and "Permission denied" in line
+    save(checkpoints, 3)
+    checkpoints.close()
+    assert checkpoints.steps() == [3]  # the next save tries again
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for name in (".3.saving", ".4.saving.orbax-checkpoint-tmp", ".2.deleting/params", ".1.adopted", ".other"):

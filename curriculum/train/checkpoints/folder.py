@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curriculum.disk.append import is_disk_error
+from curriculum.disk.append import is_disk_error, tell
 from curriculum.disk.durable import rename_whole, sync
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
@@ -167,7 +167,10 @@ class Checkpoints:
             every, num = self._keep_planned
             kept.update([s for s in steps if s % every == 0][-num:])
         for old in set(steps) - kept:
-            self._delete(old)
+            try:
+                self._delete(old)
+            except OSError as error:  # this save is whole all the same, and the next tries again
+                tell(f"{self.directory / str(old)}: cannot be deleted, though newer checkpoints replace it: {error}")
 
     def _partial(self, step: int) -> Path:
         return self.directory / f".{step}.saving"
