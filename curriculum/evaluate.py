@@ -72,8 +72,8 @@ def evaluate(
     does not fit the devices here, all of them become the data axis, and a warning says so.
 
     `step` and `weights` are as for `export`. `eval_dataset_dirs` are new sets by name; `overrides` give their other
-    fields, as in `evalsets.sets.NAME.format=messages`. `sets` are the names to measure, by default all of the run's and
-    all new ones. `make_model` is the one that the run was trained with, if any.
+    fields, as in `evalsets.sets.NAME.format=messages`. Beside them `sets` are measured, names of the run's, by default
+    all of them. `make_model` is the one that the run was trained with, if any.
 
     Nothing is written into the run. A new set needs neither the run's sources nor its phases; a set that is held out
     of a source needs the source's text. Raises InputError if a set is not the one that the run measured under its
@@ -82,7 +82,7 @@ def evaluate(
     new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
     own = load_run(run).config
     config = _with_sets(own, new, overrides)
-    names = _names(config, sets)
+    names = _names(config, sets, new)
     saved = find_saved(run, own, step, weights, make_model, "evaluate")
     evalsets = {}
     for origin, some in ((own, [n for n in names if n not in new]), (config, [n for n in names if n in new])):
@@ -156,12 +156,15 @@ def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str])
     return changed_config(config, overrides, eval_dataset_dirs=directories, check_paths=False)
 
 
-def _names(config: Config, sets: Iterable[str] | None) -> list[str]:
-    """The eval sets to measure, by their names in the config. `sets` may call the primary one `val`, as records do."""
+def _names(config: Config, sets: Iterable[str] | None, new: Iterable[str]) -> list[str]:
+    """The eval sets to measure, by their names in the config: `sets`, by default all, and the `new` ones.
+
+    `sets` may call the primary one `val`, as records do.
+    """
     if sets is None:
         return list(config.eval_sources)
     known = [record_name(name) for name in config.eval_sources]
-    names = list(dict.fromkeys(record_name(name) for name in sets))
+    names = list(dict.fromkeys(record_name(name) for name in [*sets, *new]))
     for name in names:
         if name not in known:
             raise InputError(f"--sets {name}: {no_such('eval set', name, known)}")

@@ -21,7 +21,7 @@ from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
     multiple=True,
     help="Set another field of a new set, as in evalsets.sets.NAME.format=messages; repeatable.",
 )
-@click.option("--sets", metavar="NAME,...", help="Sets to measure; all of the run's and all new ones by default.")
+@click.option("--sets", metavar="NAME,...", help="The run's sets to measure beside new ones; all by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 @STORE_DIR
 def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, store_dir):
