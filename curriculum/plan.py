@@ -14,7 +14,7 @@ from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
-from curriculum.plan_warnings import all_warnings, known_to_base, shares_asked
+from curriculum.plan_warnings import all_warnings, costly_evals, known_to_base, shares_asked
 from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
@@ -144,6 +144,10 @@ def plan_of(
                 )
             )
     warnings += all_warnings(config, schedule, epochs_of, sizes.details, model)
+    evals = _evals(config, sizes, schedule, trained, config.eval_sources if resumes is None else resumes["measures"])
+    ahead = schedule.tokens(schedule.total_steps) - schedule.tokens(trained)
+    if evals["tokens"] is not None and ahead:
+        warnings += costly_evals(evals["tokens"], ahead)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         names = first_of(unknown, MOST_SOURCES)
@@ -159,7 +163,7 @@ def plan_of(
         num_parameters=None if model is None else num_parameters(model),
         num_trained=None if model is None else num_trained(model),
         memory=None if model is None else _memory(config, model, schedule, trained),
-        evals=_evals(config, sizes, schedule, trained, config.eval_sources if resumes is None else resumes["measures"]),
+        evals=evals,
         checkpoints={
             "num": num_due({schedule.total_steps}, config.checkpoint.every, trained),
             "keep": config.checkpoint.keep,

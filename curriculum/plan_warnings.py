@@ -29,6 +29,7 @@ from phases.schedule import Schedule, SourceSupply
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
 MOST_WARNED = 4  # most sources that get a warning each
+COSTLY_EVALS = 0.5  # of the work of a run
 FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
 
 
@@ -114,6 +115,19 @@ def _replaced(config: Config) -> Iterator[str]:
         if lost:
             keep = f"to keep its {listed([*lost])}, add {' '.join(lost.values())}"
             yield f"{origin.options[path]} replaced all of {path}; {keep}"
+
+
+def costly_evals(eval_tokens: int, trained_tokens: int) -> Iterator[str]:
+    """A warning if evals are a large share of the work that is ahead, at 1 for an eval's token and 3 for a trained one.
+
+    That is what the products of matrices take: forward once, and backward twice that.
+    """
+    share = eval_tokens / max(eval_tokens + 3 * trained_tokens, 1)
+    if share > COSTLY_EVALS:
+        yield (
+            f"evals score {eval_tokens:,} tokens beside {trained_tokens:,} that are trained on, about {share:.0%} of "
+            "the run's work; raise evalsets.every, or give large sets an every or a max_sequences of their own"
+        )
 
 
 def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:

@@ -463,6 +463,14 @@ def test_the_evals_and_checkpoints_ahead_by_hand(tmp_path):
     averaged = replace(config, averages=replace(config.averages, ema_decay=0.9, phase_mean=2))
     every = plan(averaged, store_dir=tmp_path / "store").evals["tokens"]
     assert every - p.evals["tokens"] == (5 + 2) * 400 + (3 + 2) * 400 + (5 + 2) * 40 + (5 + 2) * 301
+    # 8,000 tokens are trained on, each three times the work: here evals are a fifth of it.
+    assert not any("the run's work" in warning for warning in p.warnings)
+    costly = plan(replace(config, evalsets=replace(config.evalsets, every=2)), store_dir=tmp_path / "store")
+    assert 51 * 400 + 4 * 400 + 51 * 40 + 51 * 301 == 39_391
+    assert (
+        "evals score 39,391 tokens beside 8,000 that are trained on, about 62% of the run's work; raise "
+        "evalsets.every, or give large sets an every or a max_sequences of their own"
+    ) in costly.warnings
     # At 40, 80 and 100: parameters and AdamW's two moments.
     assert p.checkpoints == {"num": 3, "keep": 2, "bytes": 12 * p.num_parameters}
     assert f"checkpoints: 3 of {12 * p.num_parameters / 1e6:.1f} MB each, the newest 2 are kept" in table(p)
