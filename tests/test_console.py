@@ -687,6 +687,15 @@ def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_pa
     ]
 
 
+def test_without_gold_the_end_says_what_blocked_it(tmp_path):
+    blocked = stamped("gold_blocked", 60, reason="general regressed", guard="regression")
+    lines = printed(tmp_path, start(), blocked, stamped("checkpoint", 75000), complete(gold_step=None))
+    assert lines[-2:] == [
+        f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
+        "               (gold blocked at step 60: general regressed)",
+    ]
+
+
 @pytest.mark.parametrize("val_loss", ["NaN", "Infinity"])
 def test_a_checkpoint_whose_loss_is_not_finite_is_not_to_be_deployed(tmp_path, val_loss):
     lines = printed(

@@ -74,7 +74,7 @@ class Console:
         self._total_steps = 0
         self._checkpoint_step: int | None = None
         self._over = False  # complete, or diverged
-        self._blocked_by: str | None = None  # the guard that blocked the last candidate for the gold
+        self._blocked: dict[str, Any] | None = None  # the event if the last candidate for the gold was blocked
         self._skipped: dict[str, int] = {}  # the counts of skipped updates when last reported
         self._row: dict[str, Any] = {}  # the last metrics row
         self._calm_evals = _CALM_EVALS  # evals since skipped updates were reported
@@ -117,10 +117,11 @@ class Console:
                 self._checkpoint_step = event["last_good_step"]
                 self._print(verdict(event), color=_COLORS["checkpoint_failed"])
             case "gold_blocked" | "gold_checkpoint" as kind:
-                guard = event["guard"] if kind == "gold_blocked" else None
-                if guard is None or guard != self._blocked_by:  # else each of many candidates would get a line
+                before, self._blocked = self._blocked, event if kind == "gold_blocked" else None
+                if (
+                    None in (before, self._blocked) or event["guard"] != before["guard"]
+                ):  # else many would tell the same
                     self._print(verdict(event))
-                self._blocked_by = guard
             case "generation":
                 self._print(*sample_lines(event))
             case "training_complete":
@@ -204,6 +205,8 @@ class Console:
             yield f"  deploy       nothing: val is {loss(val_loss)}, and the run has no gold checkpoint"
         elif event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
+            if self._blocked is not None:
+                yield f"               ({verdict(self._blocked)})"
         else:
             yield f"  deploy       {self._run_dir / 'gold' / str(event['gold_step'])} (gold, {_gold(event)})"
             if event["gold_step"] == 0:
