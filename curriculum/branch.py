@@ -21,6 +21,7 @@ from curriculum.model.model import Model
 from curriculum.record.console import resume_command
 from curriculum.record.events import EVENTS, check_offsets
 from curriculum.record.queries import acts_of
+from curriculum.record.sentences import verdict
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import declaration
@@ -98,8 +99,10 @@ def branch(
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = replace(config.origin, file=str(directory.own_config))
         setup = replace(setup, config=replace(setup.config, origin=origin))
-    if step == at:  # else the console shows them with the edit, when the branch reaches `at`
-        print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
+    if step == at:  # else the console shows it when the branch reaches `at`
+        edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
+        print(verdict(edit_event))
+        print(*(f"warning: {w}\n" for w in edit_event["warnings"]), sep="", end="", file=sys.stderr)
     known = len(newest["history"]["rollbacks"])
     since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
     told = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]

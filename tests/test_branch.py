@@ -195,7 +195,11 @@ def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_pa
     assert record(new, 15) == record(whole, 15)
     (edit,) = (e for e in load_run(new).events if e["event"] == "schedule_edit")
     (warning,) = edit["warnings"]
-    assert warning.startswith("evalsets.sets.few has 5 windows") and f"warning: {warning}\n" == capsys.readouterr().err
+    told = capsys.readouterr()
+    assert warning.startswith("evalsets.sets.few has 5 windows") and f"warning: {warning}\n" == told.err
+    assert told.out.startswith(
+        f"schedule edit at step 16: {edit['reason']} | {edit['phase']} until step {edit['until']}\n"
+    )
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     at = events.index(("schedule_edit", 16))
     assert events[at - 1 : at + 2] == [("checkpoint", 16), ("schedule_edit", 16), ("resume", 16)]
