@@ -116,15 +116,21 @@ def test_too_small_for_one_window_is_refused():
         split_documents(tokens_N, hashes([1]), 0.064, min_tokens=65)
     with pytest.raises(ValueError, match="gives 10 of 1,000 tokens, but one eval window needs 11"):
         split_documents(np.full(100, 10), hashes(range(100)), 0.01, min_tokens=11)
+    # No share of it would do.
+    with pytest.raises(ValueError, match="the source has only 11 tokens, and one eval window needs 11; give more text"):
+        split_documents(np.array([11]), hashes([1]), 0.5, min_tokens=11)
+    assert split_documents(np.array([12]), hashes([1]), 0.9, min_tokens=11).cut == (0, 1)
 
 
 def test_nothing_left_for_training_is_refused():
     with pytest.raises(
-        ValueError, match="leaves no document for training; hold out less, or set held_out: 0 if no eval set is"
+        ValueError, match="training, as all 100 are copies of one; give different ones, or set held_out: 0 if no eval"
     ):
         split_documents(np.full(100, 10), hashes([7] * 100), 0.01)
-    with pytest.raises(ValueError, match="leaves no document for training"):
+    with pytest.raises(ValueError, match="leaves no document for training, as all 2 are copies of one"):
         split_documents(np.array([10, 10]), hashes([7, 7]), 0.1)
+    with pytest.raises(ValueError, match="leaves no document for training; hold out less, or set held_out: 0 if no"):
+        split_documents(np.array([10, 10]), hashes([7, 8]), 1.0)
 
 
 def test_overlapping_needs_both_halves_of_the_hash():

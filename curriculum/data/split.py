@@ -83,6 +83,11 @@ def split_documents(
     if share == 0:
         return Split(np.ones(num_documents, bool))
     total_tokens = int(document_tokens_N.sum())
+    if total_tokens <= min_tokens:
+        raise ValueError(
+            f"held_out of {share:.4g}: the source has only {total_tokens:,} tokens, and one eval window needs "
+            f"{min_tokens:,}; give more text, shorten evalsets.seq_len, or {_NONE}"
+        )
     if whole and num_documents == 1:
         raise ValueError(
             f"held_out of {share:.4g} would cut the only conversation; give more conversations, or {_NONE}"
@@ -102,7 +107,10 @@ def split_documents(
             f"{min_tokens:,}; hold out more, shorten evalsets.seq_len, or {_NONE}"
         )
     if not split.keep_N.any():
-        raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less, or {_NONE}")
+        what = f"held_out of {share:.4g} leaves no document for training"
+        if num_documents > 1 and (document_hashes_N2 == document_hashes_N2[0]).all():
+            raise ValueError(f"{what}, as all {num_documents:,} are copies of one; give different ones, or {_NONE}")
+        raise ValueError(f"{what}; hold out less, or {_NONE}")
     return split
 
 
