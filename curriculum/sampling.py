@@ -44,7 +44,9 @@ class Sampling:
         expect("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)")
         expect("min_p", 0 <= self.min_p <= 1, "0 (all tokens) to 1")
         expect("seed", 0 <= self.seed <= LARGEST_SEED, f"0 to {LARGEST_SEED}")
-        if "" in self.stop:
+        if isinstance(self.stop, str):
+            problems.append(("stop", f"got the text {self.stop!r}, expected a tuple of texts"))
+        elif "" in self.stop:
             problems.append(("stop", "got an empty text, expected at least one character"))
         return problems
 

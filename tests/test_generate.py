@@ -380,6 +380,7 @@ def test_everything_wrong_with_the_settings_and_the_prompts_is_told_at_once(smal
         "stop: got an empty text, expected at least one character",
         "prompt 2: got 65 tokens, the one that opens a document included, expected at most the model's max_seq_len 64",
     )
+    assert Sampling(stop="END").problems() == [("stop", "got the text 'END', expected a tuple of texts")]
     assert [key for key, _ in Sampling(temperature=float("nan"), top_p=float("nan")).problems()] == [
         "temperature",
         "top_p",
