@@ -109,7 +109,7 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     """The directory of a run. Raises InputError if it holds no run's config; other files may be missing."""
     directory = RunDirectory(Path(run_dir))
     if not directory.has_config and os.path.exists(directory.path / EVENTS):
-        fix = "restore it from a copy, or resume the run with all options that it had"
+        fix = "restore it from a copy, or resume the run with all options that it had (if complete, with more steps)"
         raise InputError(f"{directory.resolved_config}: is missing; {fix}")
     if not directory.has_config:
         below = runs_below(run_dir)

@@ -174,6 +174,18 @@ def test_an_interrupted_command_leaves_before_the_interpreter_takes_down_what_xl
     assert (done.returncode, done.stdout, done.stderr) == (130, told, "")
 
 
+def test_a_file_that_ends_early_is_not_told_as_an_interruption():
+    """As Python's own bytecode where a full disk cut it short."""
+    script = (
+        "import curriculum.cli.main as main, curriculum.run\n"
+        "def ends(_): raise EOFError('marshal data too short')\n"
+        "curriculum.run.load_run = ends; main.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "inspect", "run"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("EOFError: marshal data too short\n")
+    assert "interrupted" not in done.stderr and "Abort" not in done.stderr
+
+
 def test_a_dry_run_of_answers_that_no_row_holds(folder):
     """A prompt longer than all the text of a batch: its first update has nothing to learn from."""
     rows = [{"prompt": f"{i} " + "why " * 2000, "completion": "so"} for i in range(30)]

@@ -134,7 +134,9 @@ def run_command() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as ending:
+        if isinstance(ending.__cause__, EOFError):  # click takes it for the end of input, for which no command asks
+            raise ending.__cause__ from None
         print(_interrupted(), file=sys.stderr)
         sys.exit(130)
     except (MemoryError, RuntimeError) as error:
