@@ -99,15 +99,15 @@ def branch(
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = replace(config.origin, file=str(directory.own_config))
         setup = replace(setup, config=replace(setup.config, origin=origin))
-    if step == at:  # else the console shows it when the branch reaches `at`
-        edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
-        print(verdict(edit_event))
-        print(*(f"warning: {w}\n" for w in edit_event["warnings"]), sep="", end="", file=sys.stderr)
     known = len(newest["history"]["rollbacks"])
     since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
     told = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]
     with _while_there(checkpoint), made_whole(directory, trunk.directory) as made:
         copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
+    if step == at:  # else the console shows it when the branch reaches `at`
+        edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
+        print(verdict(edit_event))
+        print(*(f"warning: {w}\n" for w in edit_event["warnings"]), sep="", end="", file=sys.stderr)
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
