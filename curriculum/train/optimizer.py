@@ -118,12 +118,13 @@ class OptimConfig:
         return problems
 
 
-_SHARE = "0 or more and below 1", lambda number: 0 <= number < 1
-_LARGEST = 3.4e38  # in float32, beyond it a number is infinite
-_POSITIVE = f"above 0, at most {_LARGEST:g}", lambda number: 0 < number <= _LARGEST
+# In float32 a number beyond these bounds is 1, infinite or 0.
+_BELOW_1, _LARGEST, _SMALLEST = 0.9999999, 3.4e38, 1.2e-38
+_SHARE = f"0 to {_BELOW_1}", lambda number: 0 <= number <= _BELOW_1
+_POSITIVE = f"{_SMALLEST:g} to {_LARGEST:g}", lambda number: _SMALLEST <= number <= _LARGEST
 _RANGES = {
     **dict.fromkeys(("b1", "b2", "lion.b1", "lion.b2", "muon.momentum", "sophia.b1", "sophia.b2"), _SHARE),
-    "grad_clip": (f"0 to {_LARGEST:g}", lambda number: 0 <= number <= _LARGEST),
+    "grad_clip": (f"0, or {_POSITIVE[0]}", lambda number: number == 0 or _POSITIVE[1](number)),
     # Beyond these bounds an update ruins the parameters, and only the next update would show it.
     **dict.fromkeys(("weight_decay", "muon.weight_decay_mult"), ("0 to 100", lambda number: 0 <= number <= 100)),
     "muon.lr_scale": ("above 0, at most 1000", lambda number: 0 < number <= 1000),
