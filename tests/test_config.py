@@ -364,6 +364,9 @@ def test_a_number_inside_text_stands_there_as_it_is_written(folder):
         "'v1.10.txt' does not exist"
         in problems(text.replace("path: law.txt", "path: 'v${variables.version}.txt'", 1))[0]
     )
+    named = GOOD.replace("name: example", "name: ${variables.a.x}-${variables.a.y}-${variables.z}-${variables.old}")
+    options = ["variables={old: 1e05}", "variables.a={x: 1e00, y: 010}", "variables.z=2e00"]
+    assert load(named, *options).name == "1e00-010-2e00-1e05"
 
 
 @pytest.mark.parametrize("name", ["a.b", "a b", "''", "é"])

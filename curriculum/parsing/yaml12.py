@@ -177,8 +177,8 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         else:
             here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
     origin.given_by(dotted, option)
-    if "" in given.numbers:
-        origin.numbers[dotted] = given.numbers[""]
+    for below, number in given.numbers.items():
+        origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
 
 
 def set_option(path: str, value) -> str:
