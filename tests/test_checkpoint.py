@@ -463,10 +463,20 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_is_no_failed_save(
         checkpoints.wait()
     assert checkpoints.steps() == [1, 2] and damage(tmp_path / "checkpoints/2") is None
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path}/checkpoints/1: cannot be deleted, though newer") and "Permission denied" in line
+    assert (
+        line.startswith(f"{tmp_path}/checkpoints/1: cannot be deleted, though others") and "Permission denied" in line
+    )
     save(checkpoints, 3)
     checkpoints.close()
     assert checkpoints.steps() == [3]  # the next save tries again
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", lambda path, target: refused(path.with_name("1"), target))
+        checkpoints.drop(3)
+        with pytest.raises(PermissionError):
+            checkpoints.delete(3)
+    assert checkpoints.steps() == [3] and "checkpoints/3: cannot be deleted" in capfd.readouterr().err
+    checkpoints.drop(3)
+    assert checkpoints.steps() == []
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from curriculum.disk.append import tell
 from curriculum.disk.manifest import damage
 from curriculum.record.events import number, plain, record_name
 from curriculum.train.checkpoints.folder import Checkpoints
@@ -64,6 +65,8 @@ def decide_gold(run: Running, step: int) -> None:
         return
     regressed = {name: Regressed(*map(number, numbers)) for name, numbers in undecided.items()}
     summaries = {name: summarise(result) for name, result in run.results.read(step).items()}
+    if not summaries:
+        tell(f"the gold of step {step} is not decided on, which a signal had interrupted: the results are gone")
     kept, stopped_by = _judge_gold(run, step, summaries, regressed)
     if stopped_by is not None:
         raise Stopped(stopped_by, step)
@@ -190,7 +193,7 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
 
         reason, score, stopped_by, whole = from_first(answered)
         if whole and step == done:
-            golds.delete(done)  # its ledger lacks the gate's answer; if the checkpoint is kept, it is saved again
+            golds.drop(done)  # its ledger lacks the gate's answer; if the checkpoint is kept, it is saved again
     return reason, score, stopped_by
 
 

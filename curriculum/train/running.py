@@ -69,9 +69,9 @@ class Running:
         for checkpoints in folders:
             with self.clock.paused(self.state):
                 self.settle(done, checkpoints)
-                if done in from_first(checkpoints.steps):  # a copy of this step from before an eval set was added
-                    checkpoints.delete(done)
                 try:
+                    if done in from_first(checkpoints.steps):  # a copy of this step from before an eval set was added
+                        checkpoints.delete(done)
                     self.save_in(checkpoints, done, offsets or self.offsets())
                 except OSError as error:
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")

@@ -98,7 +98,7 @@ class BestCheckpoints:
         A resume may find each checkpoint on disk, as a kill may leave no other, and the one that is being saved.
         """
         for step in from_first(lambda: self._not_needed(steps)):
-            self.gold.delete(step)
+            self.gold.drop(step)
 
     def _not_needed(self, steps: set[int]) -> list[int]:
         there = {*checkpoint_steps(self._directory.checkpoints), max(self._needed_by, default=None)}

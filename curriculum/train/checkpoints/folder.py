@@ -167,10 +167,7 @@ class Checkpoints:
             every, num = self._keep_planned
             kept.update([s for s in steps if s % every == 0][-num:])
         for old in set(steps) - kept:
-            try:
-                self._delete(old)
-            except OSError as error:  # this save is whole all the same, and the next tries again
-                tell(f"{self.directory / str(old)}: cannot be deleted, though newer checkpoints replace it: {error}")
+            self._drop(old)
 
     def _partial(self, step: int) -> Path:
         return self.directory / f".{step}.saving"
@@ -293,10 +290,22 @@ class Checkpoints:
         sync(self.directory)
 
     def delete(self, step: int) -> None:
-        """Remove a step, once saves are over."""
+        """Remove a step, once saves are over. Raises OSError if the disk refuses that."""
         self.wait()
         if together.is_first():
             self._delete(step)
+
+    def drop(self, step: int) -> None:
+        """The same for a step that others replace: if the disk refuses that, say so."""
+        self.wait()
+        if together.is_first():
+            self._drop(step)
+
+    def _drop(self, step: int) -> None:
+        try:
+            self._delete(step)
+        except OSError as error:  # what was saved is whole all the same
+            tell(f"{self.directory / str(step)}: cannot be deleted, though others replace it: {error}; left there")
 
     def _delete(self, step: int) -> None:
         gone = self.directory / f".{step}.deleting"
