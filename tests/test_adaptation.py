@@ -546,6 +546,30 @@ def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):
     assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [unknown]
 
 
+def test_a_document_whose_tail_is_measured_is_known_to_a_base_that_read_all_of_it(folder):
+    Path("one.txt").write_text("the party of the first part pays the party of the second part " * 80)
+    phases = [{"name": "a", "until": "end", "mixture": {"one": 1}}]
+
+    def trained(name, held_out, primary):
+        sources = {"one": {"path": "one.txt", "held_out": held_out}}
+        data = BASE | {"name": name, "sources": sources, "phases": phases, "evalsets": {"primary": primary}}
+        train(build_config(data), name, store_dir="store")
+
+    trained("whole", 0, {"path": "web_eval.txt"})
+    trained("divided", "20%", {"held_out_of": "one"})
+    options = {"dataset_dirs": ["law=one.txt"]}
+    overrides = ["sources.law.held_out=20%", "evalsets.primary={held_out_of: law}"]
+    found = {
+        base: [
+            warning.partition(",")[0]
+            for warning in plan(adapted(*overrides, init_from=base, **options), store_dir="store").warnings
+            if "was trained on" in warning
+        ]
+        for base in ("whole", "divided")
+    }
+    assert found == {"whole": ["1 of 1 documents of eval set val are in source one"], "divided": []}
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("model.gguf", "llama.cpp, which is not read"), ("model.json", "an export with --format safetensors")],

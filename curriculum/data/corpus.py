@@ -181,20 +181,34 @@ def find_trained_on(
     eval set its number of documents, and by source how many of them are in its stream; and the sources whose text is
     no longer that, or is not prepared here.
     """
-    read = _hashes_read(base, streams, find_stores(base, tokenizer, store_dir), tokenizer)
+    of_base = find_stores(base, tokenizer, store_dir)
+    read = _hashes_read(base, streams, of_base, tokenizer)
+    # Of a document that the base run divided it read the head, which its own eval set does not measure.
+    divided = {name: _divided_hash(of_base, name) for name in read}
+    whole = {name: hashes[~overlapping(hashes, divided[name])] for name, hashes in read.items()}
     stores = find_stores(config, tokenizer, store_dir)
     found = {}
     for name, evalset in config.eval_sources.items():
+        cut = np.empty((0, 2), np.uint64)
         if name in stores.evalsets:
             own = stores.evalsets[name].documents["hash"]
-        elif evalset.held_out_of in stores.sources:
-            held_out = stores.splits[evalset.held_out_of].held_out
-            own = stores.sources[evalset.held_out_of].documents["hash"][held_out]
+        elif (source := evalset.held_out_of) in stores.sources:
+            own = stores.sources[source].documents["hash"][stores.splits[source].held_out]
+            cut = _divided_hash(stores, source)
         else:
             continue
-        counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in read.items()}
-        found[name] = len(own), {source: count for source, count in counts.items() if count}
+        counts = {
+            source: int(overlapping(own, read[source]).sum() + overlapping(cut, whole[source]).sum()) for source in read
+        }
+        found[name] = len(own) + len(cut), {source: count for source, count in counts.items() if count}
     return found, [name for name in streams if name not in read]
+
+
+def _divided_hash(stores: Stores, source: str) -> np.ndarray:
+    """The content hash of the document that the split of a source divides, [1, 2], or [0, 2] if it divides none."""
+    cut = stores.splits[source].cut
+    documents = slice(0, 0) if cut is None else slice(cut[0], cut[0] + 1)
+    return stores.sources[source].documents["hash"][documents]
 
 
 def _hashes_read(
