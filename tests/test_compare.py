@@ -289,7 +289,7 @@ def test_few_documents_are_said(tmp_path):
     ]
     comparison = compare(paths)
     assert only(comparison).difference.clusters == "blocks"
-    over = "fewer than 20 each, in 20 windows or more; their standard errors cover more text from the same documents, not other documents"
+    over = "fewer than 20 distinct ones each, in 20 windows or more; their standard errors cover more text from the same documents, not other documents"
     assert f"few documents in val: {over}" in table(comparison)
 
 

@@ -206,22 +206,30 @@ def test_a_run_in_progress(tmp_path):
     assert "60 to 100 at 80 law 0.9" in shown(path)
 
 
-def test_sets_of_few_documents_are_told(tmp_path):
+@pytest.mark.parametrize(
+    ("law", "few"),
+    [
+        ({"documents": 20, "clusters": 20}, "val"),
+        ({"documents": 25, "clusters": 20, "clustered_by": "blocks"}, "val and law"),  # most are copies
+        ({"documents": 25, "clusters": 20, "clustered_by": "documents"}, "val"),  # five are
+    ],
+)
+def test_sets_of_few_documents_are_told(tmp_path, law, few):
     events = write_run(tmp_path / "run", LOSSES) / "events.jsonl"
     first, *rest = events.read_text().splitlines()
     start = json.loads(first)
     start["evalsets"]["primary"] |= {"documents": 3, "clusters": 20}
-    start["evalsets"]["law"] |= {"documents": 20, "clusters": 20}
+    start["evalsets"]["law"] |= law
     events.write_text("\n".join([json.dumps(start), *rest]) + "\n")
     over = (
-        "fewer than 20 each, in 20 windows or more; their standard errors cover more text from the same documents, not "
-        "other documents"
+        "fewer than 20 distinct ones each, in 20 windows or more; their standard errors cover more text from the same "
+        "documents, not other documents"
     )
     lines = text(inspect_run(load_run(tmp_path / "run")))
-    assert f"  few documents val: {over}" in lines
+    assert f"  few documents {few}: {over}" in lines
     assert lines[1].startswith("  progress      step 100 ")  # all labels have the width of the longest
     page = html.unescape(report([load_run(tmp_path / "run")]))
-    assert f"Few documents in val: {over}." in page
+    assert f"Few documents in {few}: {over}." in page
 
 
 def test_a_run_that_a_source_ended_says_so_and_how_it_goes_on(tmp_path):

@@ -131,7 +131,7 @@ def test_the_interval_is_wider_where_fewer_clusters_tell_the_error(run_dir, tmp_
     told = sections(model_card(load_run(tmp_path / "run"), EXPORTED))["How well it does"]
     header, val, _ = rows(told)
     assert dict(zip(header, val, strict=True))["95 %"] == interval
-    few = "Few documents: val: fewer than 20 each, in 20 windows or more; their standard errors cover more text from"
+    few = "Few documents: val: fewer than 20 distinct ones each, in 20 windows or more; their standard errors cover more text from"
     assert (few in told) == (facts["documents"] < facts["clusters"])
 
 

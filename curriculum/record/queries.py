@@ -68,8 +68,10 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def documents_are_few(facts: Mapping[str, Any]) -> bool:
-    """Whether a set has so few documents that its standard errors are over blocks of their windows."""
-    return facts["documents"] < facts["clusters"]
+    """Whether a set has so few distinct documents that its standard errors are over blocks of their windows."""
+    if "clustered_by" in facts:
+        return facts["clustered_by"] == "blocks"
+    return facts["documents"] < facts["clusters"]  # an older record; true only without copies
 
 
 def content_hashes(events: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str | None]:

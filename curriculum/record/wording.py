@@ -33,8 +33,8 @@ def smallest_rise(value: Any) -> str:
 def few_documents(names: Iterable[str]) -> str:
     """What the standard errors of sets with few documents cover; the caller puts "few documents" before it."""
     return (
-        f"{listed(list(names))}: fewer than 20 each, in 20 windows or more; their standard errors cover more text from "
-        "the same documents, not other documents"
+        f"{listed(list(names))}: fewer than 20 distinct ones each, in 20 windows or more; their standard errors cover "
+        "more text from the same documents, not other documents"
     )
 
 

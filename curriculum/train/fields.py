@@ -81,17 +81,19 @@ def skipped(state: TrainState) -> dict[str, int]:
 
 def _evalsets(setup: Setup) -> dict[str, Any]:
     """The size and content hash of each eval set; a resume may have added sets."""
-    return {
-        name: {
+    sizes = {}
+    for name, e in setup.corpus.evalsets.items():
+        cluster_N, kind = clusters(e.origin_N)
+        sizes[name] = {
             "documents": e.num_documents,
-            "clusters": len(np.unique(clusters(e.origin_N)[0])),  # the independent units of its standard error
+            "clusters": len(np.unique(cluster_N)),  # the independent units of its standard error
+            "clustered_by": kind,
             "windows": e.num_windows,
             "tokens": e.num_tokens,
             "bytes": e.num_bytes,
             "content_hash": e.content_hash,
         }
-        for name, e in setup.corpus.evalsets.items()
-    }
+    return sizes
 
 
 def derived(setup: Setup) -> dict[str, Any]:
