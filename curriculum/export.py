@@ -105,6 +105,8 @@ def export(
             f"{saved}: {len(spoilt)} of {len(arrays)} arrays, such as {spoilt[0]}, hold values that are not finite; "
             "export an earlier step"
         )
+    if target is None and not directory.tokenizer.is_dir():
+        raise InputError(f"{directory.tokenizer}: is missing; restore it from a copy")
     metadata = {"step": str(step), "weights": weights}
     from safetensors import SafetensorError
 
@@ -248,7 +250,7 @@ def _write_peft(
     from curriculum.model.formats.peft import write_peft
 
     rounded = dict(rounded_all(arrays.items(), dtype))
-    write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype))
+    write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype), metadata)
     write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 

@@ -414,10 +414,13 @@ def test_a_full_disk_is_told(run, tmp_path, format):
 def test_a_failure_leaves_nothing(run, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(run, broken)
-    shutil.rmtree(broken / "tokenizer")
-    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer"):
+    (broken / "tokenizer/gone").symlink_to("nowhere")
+    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer/gone"):
         export(broken, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+    shutil.rmtree(broken / "tokenizer")
+    with pytest.raises(InputError, match="broken/tokenizer: is missing; restore it from a copy"):
+        export(broken, tmp_path / "out")
 
 
 # Each tensor of transformers for this model, and what it is made of.

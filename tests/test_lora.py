@@ -17,6 +17,7 @@ from compared_runs import without_clock
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from noisy import noisy_params
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from started import free_port
 from test_peers import meet
@@ -633,7 +634,10 @@ def test_the_folder_for_peft_says_what_the_adapters_add(config, tmp_path):
 
 
 def test_it_is_written_in_half_the_size_too(tmp_path):
-    write_peft(tmp_path, LLAMA, by_name(noisy_params(LLAMA)), "base", np.float16)
+    metadata = {"step": "4", "weights": "ema"}
+    write_peft(tmp_path, LLAMA, by_name(noisy_params(LLAMA)), "base", np.float16, metadata)
+    with safe_open(tmp_path / "adapter_model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt", **metadata}
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float16)}
     mode = (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777

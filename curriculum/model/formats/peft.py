@@ -20,12 +20,17 @@ from curriculum.model.presets import ModelConfig
 
 
 def write_peft(
-    folder: Path, config: ModelConfig, adapters_by_name: Mapping[str, np.ndarray], base: str, dtype: Any = np.float32
+    folder: Path,
+    config: ModelConfig,
+    adapters_by_name: Mapping[str, np.ndarray],
+    base: str,
+    dtype: Any = np.float32,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, which `peft` loads onto the model at `base`.
 
     `config` must be one that transformers has a class for. `adapters_by_name`: arrays by dotted name. `dtype`: the
-    numpy type to write them as.
+    numpy type to write them as. `metadata`: more to say in the header of the safetensors file.
 
     GPT-2 has one matrix for query, key and value, and so one adapter for the n of them that are adapted: their A are
     stacked, their B are its blocks, its rank is n times the rank and, to keep the scale, its alpha n times alpha.
@@ -66,7 +71,7 @@ def write_peft(
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    save_arrays(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_arrays(tensors, folder / "adapter_model.safetensors", {"format": "pt", **(metadata or {})})
 
 
 _LAYER = re.compile(r"^.*\.\d+\.")  # what stands before a module's name in its layer
