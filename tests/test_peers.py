@@ -171,6 +171,8 @@ HELLO = {"index": 1, "count": 2, "name": "stranger", "launched_by": ""}
         frame({"index": 1}),
         struct.pack("!Q", 2) + b"[]",
         struct.pack("!Q", 2) + b"\xff{",
+        frame({"__array__": 5, "dtype": "f4", "shape": [1]}),
+        frame({"__array__": "", "dtype": "of nothing", "shape": [0]}),
     ],
 )
 def test_what_is_no_process_of_a_run_is_passed_over(said):

@@ -35,6 +35,14 @@ def test_progress_leaves_stdout_to_what_a_command_prints(capsys):
     assert capsys.readouterr() == ("", "web: 5.0 MB, 2.5 MB/s\n")
 
 
+def test_what_is_under_way_goes_on_where_progress_cannot_be_shown():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    assert play(Closed(), [(2.5, 25e6, 100e6), (10, 100e6, 100e6)]) == ""
+
+
 def test_progress_text():
     assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
     assert progress_text(2_000_000, 1_000_000, 2.0) == "2.0 of 1.0 MB (200%), 1.0 MB/s, 2s"

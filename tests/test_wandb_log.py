@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import struct
@@ -258,6 +259,16 @@ def test_a_run_that_starts_anew_is_another_run_but_not_if_it_goes_back_to_its_st
     (tmp_path / "going_back.json").write_text("{}")
     begin(tmp_path).close()
     assert (tmp_path / "wandb/run_id").read_text() == ids[1]
+
+
+def test_a_damaged_id_does_not_end_training(tmp_path):
+    begin(tmp_path).close()
+    (tmp_path / "wandb/run_id").write_bytes(b"\xff\xfe")
+    (tmp_path / "going_back.json").write_text("{}")  # the run goes on, with the id that it has
+    record = begin(tmp_path)
+    train(record, 0, 4)
+    record.close()
+    assert re.fullmatch("[0-9a-f]{8}", (tmp_path / "wandb/run_id").read_text().strip())
 
 
 def test_a_run_that_the_caller_has_open_is_left_alone(tmp_path):

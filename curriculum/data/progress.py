@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, TextIO
 
 QUIET_SECONDS = 2.0  # a job that is over sooner shows nothing
@@ -54,8 +55,9 @@ class ConsoleProgress:
         if not due:
             return
         line = f"{self._label}: {progress_text(done, total, elapsed_seconds, self._unit)}"
-        self._stream.write(f"\r\x1b[K{line}" + "\n" * finished if self._terminal else line + "\n")
-        self._stream.flush()
+        with suppress(OSError):  # the terminal may be closed, or its disk full: what is under way needs neither
+            self._stream.write(f"\r\x1b[K{line}" + "\n" * finished if self._terminal else line + "\n")
+            self._stream.flush()
         self._last, self._shown = now, True
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -130,10 +131,9 @@ class Record:
         return {name: file.sync() for name, file in self._files.items()}
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        for view in self._views:
-            view.close()
+        with ExitStack() as closing:  # all of them, whatever one raises; the files first
+            for part in (*reversed(self._views), *self._files.values()):
+                closing.callback(part.close)
 
     def _append(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {key: _rounded(key, plain(value)) for key, value in fields.items()}

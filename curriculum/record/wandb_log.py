@@ -5,6 +5,7 @@ a resume goes back to a checkpoint. Phase switches and verdicts are text.
 """
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -202,8 +203,9 @@ def _send_no_errors(config: WandbConfig) -> None:
 
 
 def _kept_id(path: Path) -> str | None:
-    """The wandb id kept in a run directory."""
-    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+    """The wandb id kept in a run directory; None if there is none, or if it is damaged."""
+    kept = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+    return kept if re.fullmatch(r"[A-Za-z0-9_.-]+", kept) else None
 
 
 def _new_id(path: Path) -> str:

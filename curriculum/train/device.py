@@ -112,7 +112,10 @@ def has_nvidia_driver(root: Path = Path("/")) -> bool:
 def card_names(root: Path = Path("/")) -> list[str]:
     """The model names of the NVIDIA cards, from their driver; empty if it does not tell."""
     files = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
-    lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = [line for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return []
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 

@@ -189,7 +189,7 @@ class Peers:
             hello = read_message(connection)
             index, count, name = hello["index"], hello["count"], str(hello["name"])
             launched_by = str(hello["launched_by"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             index = count = name = None
         if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
             connection.close()
@@ -249,6 +249,7 @@ class Peers:
         except (OSError, ValueError, KeyError, TypeError) as error:
             refused = f"is not process 0 of a run, or that has ended: {error}; see its output for why"
         if refused:
+            connection.close()
             raise InputError(f"--coordinator {where}: {refused}")
         connection.settimeout(None)
         self._sockets[0] = connection
