@@ -9,7 +9,7 @@ being below the gold too. Nothing is lost by waiting: `kept_steps` says whose ch
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -101,7 +101,7 @@ class GoldState:
         """The state in a search for the lowest `metric`: it starts over if that is another than before."""
         return self if metric == self.metric else GoldState(metric=metric, sets=self.sets)
 
-    def without(self, steps: Iterable[int]) -> "GoldState":
+    def without(self, steps: Collection[int]) -> "GoldState":
         """The state once the checkpoints of `steps` are lost: without a gold or pending dip among them."""
         gold, pending = (None if point and point.step in steps else point for point in (self.gold, self.pending))
         return replace(self, gold=gold, pending=pending)

@@ -38,15 +38,14 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
     """
     if accept_past and resume is None:
         raise InputError("--accept-past: a new run has no past; give --resume, or leave it out")
+    if dry_run and resume is not None:
+        raise InputError("--dry-run: tests a fresh start, so it cannot be combined with --resume; leave one out")
     unused: list[str] = []
     if resume is None:
         config = load_config(config_path, **changes)
     else:
         config, run_dir, unused = config_going_on(config_path, run_dir, changes)
     run_dir = run_dir or Path("runs") / config.name
-
-    if dry_run and resume is not None:
-        raise InputError("--dry-run: tests a fresh start, so it cannot be combined with --resume; leave one out")
 
     with lasting():
         from curriculum.train.processes.together import check_same, is_first, joined

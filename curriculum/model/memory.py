@@ -215,8 +215,7 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     num_inner = 1 + gated + is_kept("down") + sum(name in targets for name in ("gate", "up"))
     mlp = num_inner * model.d_ff * width_bytes
-    weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
-    weights += num_adapters(model) // model.n_layer
+    weights = (num_projections(model) + num_adapters(model)) // model.n_layer
     per_token = 2 * _norm_bytes(model) + attention + mlp + 2 * _dropout_bytes(model)
     per_token += (num_normed * model.d_model + inner) * width_bytes
     kept = num_tokens * per_token + rows * model.n_head * _bytes_of_scores(model, seq_len)

@@ -245,7 +245,7 @@ def _check_skip_updates(v):
 
 
 def _check_deterministic(v):
-    if v["train"].deterministic and v["model"] is not None and v["model"].attention == "cudnn":
+    if v["train"].deterministic and v["model"].attention == "cudnn":
         expected = "expected auto, plain or xla with train.deterministic (docs/gpu.md says why)"
         yield "model.attention", f"got cudnn, {expected}; leave it out for auto"
     if v["train"].deterministic is False and not (v["model"].dropout or 0) > 0:

@@ -73,7 +73,8 @@ class SkipUpdates:
     sigmas: Annotated[float, Limits(gt=0, le=1e6)] = 6.0
     """Skip an update whose loss or gradient norm is more than this many standard deviations above the window's mean."""
     window_steps: Annotated[int, Limits(ge=2, le=2**20)] = 128
-    """Length of the window, the updates before this one; it restarts at each segment and at the end of a ramp."""
+    """Length of the window, the updates before this one; it restarts where other data or another rope_theta
+    begin, and at the end of a ramp."""
     judge_from_steps: Annotated[int, Limits(ge=2, le=2**20)] = 64
     """Fewest finite values in the window before any update is skipped."""
 

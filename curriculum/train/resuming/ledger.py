@@ -60,7 +60,6 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     drawn = course.schedule.read(0, step)
     return {
         "step": step,
-        "seed": setup.config.seed,
         "data_seed": course.plan.seed,
         "model": plain(setup.model.architecture),
         "parameters": setup.states.trained_shapes,
