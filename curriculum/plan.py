@@ -143,7 +143,7 @@ def plan_of(
                     first_repeat_step=repeats.get(name),
                 )
             )
-    warnings += all_warnings(config, schedule, epochs_of, sizes.details, model)
+    warnings += all_warnings(config, schedule, epochs_of, sizes.details, model, trained)
     evals = _evals(config, sizes, schedule, trained, config.eval_sources if resumes is None else resumes["measures"])
     ahead = schedule.tokens(schedule.total_steps) - schedule.tokens(trained)
     if evals["tokens"] is not None and ahead:

@@ -12,6 +12,7 @@ import numpy as np
 
 from curriculum.config import Config, config_from_json
 from curriculum.data.corpus import find_trained_on
+from curriculum.data.split import parse_share
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.formulation import BY_BACKEND
@@ -29,6 +30,7 @@ from phases.schedule import Schedule, SourceSupply
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
 MOST_WARNED = 4  # most sources that get a warning each
+MUCH_HELD_OUT = 0.2  # of a source; less may be the 30 documents that are held out at least
 COSTLY_EVALS = 0.5  # of the work of a run
 FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
 
@@ -39,24 +41,29 @@ def all_warnings(
     epochs_of: Mapping[str, int | None],
     details: Mapping[str, Mapping[str, Any]],
     model: ModelConfig | None,
+    trained: int,
 ) -> list[str]:
     """What `plan` and the start of a run warn of, beside what resolving and reading the data does.
 
-    `epochs_of` as in `schedule_warnings`; `details` are those of a corpus. `model` is None if it is a custom one, or
-    unknown.
+    `epochs_of` and `trained` as in `schedule_warnings`; `details` are those of a corpus. `model` is None if it is a
+    custom one, or unknown.
     """
     return [
-        *schedule_warnings(config, schedule, epochs_of),
+        *schedule_warnings(config, schedule, epochs_of, trained),
+        *_much_held_out(config, details),
         *few_scored_targets(schedule, details),
         *_left_over(config, details),
         *([] if model is None else _unsplit_vocabulary(config, model)),
     ]
 
 
-def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
+def schedule_warnings(
+    config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None], trained: int = 0
+) -> list[str]:
     """Warnings of settings that do nothing with this schedule, or more than may be meant.
 
-    `epochs_of` are tokens per epoch by source, None if unknown.
+    `epochs_of` are tokens per epoch by source, None if unknown. Of phases that are over after `trained` updates no mean
+    is taken any more.
     """
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
     much: dict[str, float] = {}
@@ -83,13 +90,26 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
             f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
         )
     wanted = config.averages.phase_mean
-    for phase, start, end in schedule.phase_bounds if wanted else ():
+    for phase, start, end in [bounds for bounds in schedule.phase_bounds if wanted and bounds[2] > trained]:
         found = len(mean_steps(config, start, end, schedule.total_steps))
         if found < 2:
             warnings.append(f"phase {phase} has {found} checkpoint{'' if found == 1 else 's'}: no mean is taken")
         elif found < wanted:
             warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     return warnings
+
+
+def _much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A warning for each source of which far more is kept out of training than `held_out` asks for."""
+    for name, of_source in details.items():
+        share, kept_out = parse_share(config.sources[name].held_out), of_source["kept_out_tokens"]
+        num_tokens = of_source["tokens"] + kept_out
+        if share and kept_out > MUCH_HELD_OUT * num_tokens and kept_out > 2 * share * num_tokens:
+            yield (
+                f"{name}: {kept_out:,} of its {num_tokens:,} tokens ({kept_out / num_tokens:.0%}) are kept out of "
+                f"training, where held_out asks for {share:.3g}: a document is held out whole, with its copies; cut "
+                "long documents into several, or lower held_out"
+            )
 
 
 def _much_repeated(epochs: Mapping[str, float]) -> Iterator[str]:

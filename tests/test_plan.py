@@ -322,6 +322,34 @@ def test_overlap_is_counted(tmp_path):
     assert plan(config, store_dir=tmp_path / "store").sources["web"]["tokens"] == len(corpus.streams["web"])
 
 
+def test_a_long_document_that_is_held_out_whole_is_told(tmp_path):
+    """From 100 documents on none is cut, however much of the source it is."""
+    texts = [f"document {i} of many" for i in range(150)]
+    sources = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("web", "law")}
+    sources["web"]["held_out"] = "10%"
+
+    def told(*more):
+        config = config_of(tmp_path, sources=sources)
+        (tmp_path / "web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, *more]))
+        load_corpus(config, tmp_path / "store")
+        planned = plan(config, store_dir=tmp_path / "store")
+        return planned.sources["web"], [warning for warning in planned.warnings if "held_out asks for" in warning]
+
+    details, warnings = told()
+    assert warnings == [] and 0.1 < details["kept_out_tokens"] / (details["tokens"] + details["kept_out_tokens"]) < 0.2
+    # One whose hash is among the smallest tenth: it alone is far more than is asked for.
+    for i in range(100):
+        details, warnings = told(f"long {i} " * 1000)
+        if details["kept_out_tokens"] > 6000:
+            break
+    kept_out = details["kept_out_tokens"]
+    total = details["tokens"] + kept_out
+    assert warnings == [
+        f"web: {kept_out:,} of its {total:,} tokens ({kept_out / total:.0%}) are kept out of training, where held_out "
+        "asks for 0.1: a document is held out whole, with its copies; cut long documents into several, or lower held_out"
+    ]
+
+
 def test_too_much_overlap_is_an_error(tmp_path):
     config = config_of(tmp_path)
     (tmp_path / "val.jsonl").write_text((tmp_path / "law.jsonl").read_text())
@@ -494,6 +522,11 @@ def test_a_phase_with_fewer_checkpoints_than_its_mean_asks_for_is_told(tmp_path)
         "phase one has 1 checkpoint: no mean is taken",
         "the mean of phase two will be of 2 checkpoints, not 3",
         "the mean of phase end will be of 2 checkpoints, not 3",
+    ]
+    # Of a run that goes on at 30 the first three are over.
+    told = schedule_warnings(config, resolve_schedule(config, {"web": None, "law": None}), {}, trained=30)
+    assert [warning for warning in told if "mean" in warning] == [
+        "the mean of phase end will be of 2 checkpoints, not 3"
     ]
     told = plan(config_of(tmp_path, averages={"ema_decay": 0.9}, **changes), store_dir=tmp_path / "store").warnings
     assert told and not [warning for warning in told if "mean" in warning]

@@ -85,7 +85,14 @@ class Setup:
         return [
             *schedule.warnings,
             *(warning for warning in corpus.warnings if warning not in told),
-            *all_warnings(self.config, schedule, corpus.tokens_per_epoch, corpus.details, self.states.architecture),
+            *all_warnings(
+                self.config,
+                schedule,
+                corpus.tokens_per_epoch,
+                corpus.details,
+                self.states.architecture,
+                self.course.past.end,
+            ),
         ]
 
     def compile_ahead(self, step: int) -> None:
