@@ -19,7 +19,7 @@ from curriculum.errors import InputError, no_such
 from curriculum.model.presets import ModelSection
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
 from curriculum.parsing.variables import substitute
-from curriculum.parsing.yaml12 import Origin, read_override, read_yaml
+from curriculum.parsing.yaml12 import WHENCE, Origin, entry_names, read_override, read_yaml
 from curriculum.schema.adaptation import AdaptationSection, with_shares
 from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
@@ -43,6 +43,8 @@ _ALL_REPLAYED = (  # of `phases`
     "the text to adapt to, or phases"
 )
 
+_OF_A_PHASE = re.compile(r"phases\[(\d+)\](?=[.\[])")  # the path of one of its fields
+_OF_A_NAMED_PHASE = re.compile(r"\s*phases\.(?!\d+[.\[])([A-Za-z0-9_-]+)[.\[]")  # an override of one
 _OF_THE_NAME = re.compile(r"\s*(name|variables)\b")  # an override that the run's name may depend on
 
 
@@ -81,8 +83,18 @@ class Config:
 
     @property
     def command_line(self) -> list[str]:
-        """The options that changed the file, as a run remembers them: `--set train.steps=100`."""
-        return list(self.origin.options.values())
+        """The options that changed the file, as a run remembers them: `--set train.steps=100`.
+
+        A phase has its name there, not its number, which other phases change.
+        """
+        return [self._remembered(path, option) for path, option in self.origin.options.items()]
+
+    def _remembered(self, path: str, option: str) -> str:
+        number = _OF_A_PHASE.match(path)
+        if number is None or f"{number[0]}.name" in self.origin.options or not option.startswith("--set "):
+            return option
+        name, below = self.phases[int(number[1])].name, path[number.end() :]
+        return option if name.isdecimal() else f"--set phases.{name}{below}={option.partition('=')[2]}"
 
     @property
     def longest_seq_len(self) -> int:
@@ -128,9 +140,7 @@ def load_config(
     """
     data, origin = read_yaml(path)
     options = options_of(overrides, dataset_dirs, eval_dataset_dirs, init_from, keep_optimizer)
-    remembered = list(remembered)
-    apply_options([*(option.partition(" ")[::2] for option in remembered), *options], data, origin)
-    origin.remembered = {*remembered} - {f"{flag} {value}".rstrip() for flag, value in options}
+    apply_options(options, data, origin, remembered)
     return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
@@ -318,11 +328,22 @@ def options_of(
     return options + [("--set", value) for value in overrides]
 
 
-def apply_options(options: Iterable[tuple[str, str]], data: dict, origin: Origin) -> None:
-    """Change the data of a config by options as the command line gives them, in their order."""
-    added = []
-    for flag, value in options:
-        if flag == "--set":
+def apply_options(
+    options: Iterable[tuple[str, str]], data: dict, origin: Origin, remembered: Iterable[str] = ()
+) -> None:
+    """Change the data of a config by options as the command line gives them, in their order.
+
+    `remembered` come first, as `Config.command_line` gives them. Those of a phase, source or eval set that is there no
+    more are dropped: they would make it anew, of one field, or change another.
+    """
+    given, added = list(options), []
+    remembered = [option.partition(" ")[::2] for option in remembered]
+    origin.remembered = {_as_text(option) for option in remembered} - {_as_text(option) for option in given}
+    for flag, value in [*remembered, *given]:
+        option = _as_text((flag, value))
+        if option in origin.remembered and flag == "--set" and _is_gone(value, data, origin):
+            origin.dropped.append(option)
+        elif flag == "--set":
             read_override(data, origin, value)
         elif flag in ("--init-from", "--keep-optimizer"):
             key = flag[2:].replace("-", "_")
@@ -338,11 +359,40 @@ def apply_options(options: Iterable[tuple[str, str]], data: dict, origin: Origin
                 origin.replaced[where] = was
             if flag == "--dataset-dir":
                 added.append(name)
+    _drop_scraps(data, origin)
     if added and isinstance(data, dict) and "phases" not in data:
         replayed = _table(_table(data, "adaptation"), "replay")
         if mixture := {name: 1.0 for name in added if name not in replayed}:
             data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
         origin.made_of["phases"] = f"sources.{added[-1]}"
+
+
+def _as_text(option: tuple[str, str]) -> str:
+    return " ".join(option).rstrip()
+
+
+def _is_gone(override: str, data: dict, origin: Origin) -> bool:
+    """Whether an override is of a phase, by its name, that the data do not have."""
+    if not (named := _OF_A_NAMED_PHASE.match(override)):
+        return False
+    phases = data.get("phases") if isinstance(data, dict) else None
+    return isinstance(phases, list) and named[1] not in entry_names(phases, data, origin)
+
+
+def _drop_scraps(data: dict, origin: Origin) -> None:
+    """Drop sources and eval sets of which there is nothing but single fields that remembered options give."""
+    if not isinstance(data, dict):
+        return
+    evalsets = data.get("evalsets")
+    sets = evalsets.get("sets") if isinstance(evalsets, dict) else None
+    for where, entries in (("sources", data.get("sources")), ("evalsets.sets", sets)):
+        for name, entry in list(entries.items()) if isinstance(entries, dict) else ():
+            path = f"{where}.{name}"
+            below = {p: option for p, option in origin.options.items() if p.startswith(f"{path}.")}
+            whole = path in origin.positions or path in origin.options
+            if below and not whole and origin.remembered >= {*below.values()} and not entry.keys() & {*WHENCE}:
+                del entries[name]
+                origin.dropped += [origin.options.pop(p) for p in below]
 
 
 def named_directories(flag: str, items: Iterable[str]) -> dict[str, str]:

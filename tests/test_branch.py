@@ -164,7 +164,7 @@ def test_a_branch_tells_where_it_comes_from(branched, folder):
     assert edit["kind"] == "branch" and edit["phase"] == "b" and edit["until"] == 17
     # The trunk's ramp has come to its end at step 14; the branch's is as far, to another mixture.
     assert edit["mixture_before"] == {"law": 0.8, "web": 0.2} and edit["mixture_after"] == {"web": 1.0}
-    assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases[1].until=17")
+    assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases.b.until=17")
     assert "logging.every" not in edit["reason"]
     changed = {change["path"]: (change["was"], change["now"]) for change in edit["changes"]}
     assert changed.keys() == {"phases.b.until", "phases.b.mixture", "train.steps"}

@@ -206,8 +206,11 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     for index in ("7", "²"):
         assert f"phases has 2 entries (0 to 1), got {index!r}" in problems(GOOD, f"phases[{index}].until=3")[0]
     second = load(GOOD).phases[1].name
-    assert problems(GOOD, f"phases.{second}.until=3") == [
-        f"--set phases.{second}.until=3: phases has 2 entries (0 to 1), got {second!r}; that is phases[1]"
+    by_name, by_number = load(GOOD, f"phases.{second}.ramp_steps=3"), load(GOOD, "phases[1].ramp_steps=3")
+    assert by_name.phases[1].ramp_steps == 3 and by_name == by_number != load(GOOD)
+    assert by_name.command_line == by_number.command_line == [f"--set phases.{second}.ramp_steps=3"]
+    assert problems(GOOD, "phases.c.until=3") == [
+        f"--set phases.c.until=3: phases has 2 entries (0 to 1), got 'c' (names: {load(GOOD).phases[0].name}, {second})"
     ]
     assert "--set phases[0].until=3: phases has 0 entries, got '0'" in problems("phases: []\n", "phases[0].until=3")
     for override, message in [

@@ -202,9 +202,9 @@ def test_an_empty_folder_by_another_name_is_written_into(run, tmp_path, monkeypa
 def test_a_failure_leaves_an_empty_folder_empty(run, tmp_path):
     broken, out = tmp_path / "broken", tmp_path / "out"
     shutil.copytree(run, broken)
-    shutil.rmtree(broken / "tokenizer")
+    (broken / "tokenizer/gone").symlink_to("nowhere")
     out.mkdir()
-    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer"):
+    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer/gone"):
         export(broken, out)
     assert list(out.iterdir()) == []
 

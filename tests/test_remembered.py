@@ -1,6 +1,9 @@
 """What is said of options that a run remembers, where its file says something else by now."""
 
+import pytest
+
 from curriculum.config import load_config
+from curriculum.errors import InputError
 from curriculum.train.resuming.remembered import outranked
 
 FILE = """\
@@ -52,3 +55,57 @@ def test_what_is_given_again_or_anew_is_no_news(tmp_path):
     )
     assert not said(tmp_path, "--dataset-dir law=b.txt", dataset_dirs=["law=c.txt"])
     assert len(said(tmp_path, "--set train.steps=60", overrides=["train.batch_size=16"])) == 1
+
+
+MORE = FILE.replace("  - {name: b,", "  - {name: new, until: 20, mixture: {law: 1}}\n  - {name: b,")
+
+
+def remembered_by(folder, *overrides, text=FILE):
+    (folder / "c.yaml").write_text(text)
+    return load_config(folder / "c.yaml", overrides, check_paths=False).command_line
+
+
+def test_an_option_of_a_phase_stays_with_it_where_others_come_before_it(tmp_path):
+    """Also if its name is a variable's; but not if an option gives the name itself."""
+    (option,) = remembered_by(tmp_path, "phases[1].grad_accum=4")
+    assert option == "--set phases.b.grad_accum=4"
+    variable = MORE.replace("{length: 64}", "{length: 64, last: b}").replace("name: b", "name: $variables.last")
+    for text in (MORE, variable):
+        (tmp_path / "c.yaml").write_text(text)
+        config = load_config(tmp_path / "c.yaml", remembered=[option], check_paths=False)
+        assert {phase.name: phase.grad_accum for phase in config.phases} == {"a": None, "new": None, "b": 4}
+        assert config.command_line == [option]
+    renamed = ["phases[1].grad_accum=4", "phases[1].name=c"]
+    assert remembered_by(tmp_path, *renamed) == [f"--set {override}" for override in renamed]
+    assert remembered_by(tmp_path, "phases[1].grad_accum=4", text=FILE.replace("name: b", "name: '7'")) == [
+        "--set phases[1].grad_accum=4"
+    ]
+
+
+def test_options_of_what_the_file_has_no_more_are_dropped_and_told(tmp_path):
+    gone = [
+        "--set phases.c.grad_accum=4",
+        "--set sources.code.max_epochs=2",
+        "--set evalsets.sets.code.every=200",
+        "--set evalsets.sets.code.max_sequences=9",
+    ]
+    kept = [
+        "--set evalsets.sets.own.every=200",
+        "--set evalsets.sets.own.path=own.txt",
+        "--eval-dataset-dir more=x.txt",
+    ]
+    (tmp_path / "c.yaml").write_text(FILE)
+    config = load_config(tmp_path / "c.yaml", remembered=[*gone, *kept], check_paths=False)
+    assert config.command_line == kept and list(config.evalsets.sets) == ["own", "more"]
+    assert [phase.name for phase in config.phases] == ["a", "b"] and list(config.sources) == ["web", "law"]
+    told = said(tmp_path, *gone, *kept)
+    assert told == [
+        f"{tmp_path}/c.yaml: has no such {of} any more: {option}, which the run remembers, is dropped".removeprefix(
+            f"{tmp_path}/c.yaml:"
+        )
+        for of, option in zip(("phase", "source", "eval set", "eval set"), gone, strict=True)
+    ]
+    # What is given now is not dropped, but an error.
+    for option in gone:
+        with pytest.raises(InputError, match="expected exactly one of|needs exactly one of|got 'c'"):
+            load_config(tmp_path / "c.yaml", [option.removeprefix("--set ")], remembered=gone, check_paths=False)

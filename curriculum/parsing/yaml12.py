@@ -8,10 +8,12 @@ import re
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
 from curriculum.errors import InputError
+from curriculum.parsing.variables import substitute
 
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
 _MAX_CHARACTERS = 1 << 20  # takes seconds to read; a config is a thousand times shorter
@@ -19,7 +21,7 @@ _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
 _TOO_DEEP = "not readable YAML: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
-_WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for a directory means to replace it
+WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for a directory means to replace it
 
 
 class _Loader(yaml.SafeLoader):
@@ -66,6 +68,7 @@ class Origin:
     made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the path it was derived from
     replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory replaced
     remembered: Collection[str] = ()  # of the options, those of earlier commands
+    dropped: list[str] = field(default_factory=list)  # of these, those of an entry that is there no more
     inherited_model: dict | None = None  # the `model` section that fills in what the config's own leaves out
 
     def given_by(self, path: str, option: str) -> None:
@@ -106,7 +109,7 @@ class Origin:
         return {
             key: set_option(below, value)
             for key, (below, value) in lost.items()
-            if key not in _WHENCE and value is not None and below not in self.options
+            if key not in WHENCE and value is not None and below not in self.options
         }
 
     def problem(self, path: str, message: str) -> str:
@@ -146,7 +149,7 @@ def read_yaml(path) -> tuple[dict, Origin]:
 
 
 def read_override(data: dict, origin: Origin, override: str) -> None:
-    """Apply `a.b[0].c=value` to data; the value is read as YAML."""
+    """Apply `a.b[0].c=value` to data; the value is read as YAML. Instead of its number an entry's name may stand."""
     option = f"--set {override}"
     path, equals, text = override.partition("=")
     if not equals or not _KEY.fullmatch(path.strip()):
@@ -162,12 +165,16 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     here, dotted = data, ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
-            if not (part.isascii() and part.isdecimal() and len(part) < 9) or int(part) >= len(here):
+            if part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here):
+                key = int(part)
+            elif len(named := [i for i, name in enumerate(entry_names(here, data, origin)) if name == part]) == 1:
+                (key,) = named
+            else:
                 indices = f" (0 to {len(here) - 1})" if here else ""
+                names = ", ".join(str(name) for name in entry_names(here, data, origin) if name is not None)
                 got = f"{dotted} has {len(here)} entries{indices}, got {part!r}"
-                named = [i for i, entry in enumerate(here) if isinstance(entry, dict) and entry.get("name") == part]
-                raise InputError(f"{option}: {got}" + "".join(f"; that is {dotted}[{i}]" for i in named[:1]))
-            key, dotted = int(part), f"{dotted}[{part}]"
+                raise InputError(f"{option}: {got}" + (f" (names: {names})" if names else ""))
+            dotted = f"{dotted}[{key}]"
         elif isinstance(here, dict):
             key, dotted = part, f"{dotted}.{part}" if dotted else part
         else:
@@ -179,6 +186,12 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     origin.given_by(dotted, option)
     for below, number in given.numbers.items():
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
+
+
+def entry_names(entries: list, data: dict, origin: Origin) -> list[Any]:
+    """The name of each entry of a list, variables replaced; None for one without a name."""
+    given = {"names": [entry.get("name") if isinstance(entry, dict) else None for entry in entries]}
+    return substitute({**given, "variables": data.get("variables", {})}, origin.numbers)[0]["names"]
 
 
 def set_option(path: str, value) -> str:

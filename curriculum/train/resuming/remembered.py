@@ -39,9 +39,12 @@ def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterat
     places, origin = Origin(config.origin.file), Origin(config.origin.file)
     in_file, data = (parse_yaml(config.origin.text, o) for o in (places, origin))
     new = options_of(**given)
-    apply_options([*(option.partition(" ")[::2] for option in remembered), *new], data, origin)
+    apply_options(new, data, origin, remembered)
     new_texts = {f"{flag} {value}".rstrip() for flag, value in new}
     in_file, data = _substituted(in_file, places), _substituted(data, origin)
+    for option in origin.dropped:
+        of = "phase" if option.startswith("--set phases.") else "source" if "sources." in option else "eval set"
+        yield f"{origin.file}: has no such {of} any more: {option}, which the run remembers, is dropped"
     for place, option in origin.options.items():
         says = _at(in_file, place)
         if place == "name" or option in new_texts or says is _ABSENT or says == _at(data, place):
