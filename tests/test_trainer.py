@@ -411,7 +411,9 @@ def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, w
 
 def test_another_set_under_an_old_name_is_refused(corpus, store, whole):
     changed = build_config(config_data(corpus, evalsets__primary={"held_out_of": "law"}))
-    with pytest.raises(InputError, match="evalsets.primary: is not the set that the run measured under this name"):
+    with pytest.raises(
+        InputError, match="evalsets.primary: is not the set that the run measured under this name; restore it$"
+    ):
         train(changed, whole, resume="latest", store_dir=store)
 
 

@@ -14,6 +14,7 @@ from curriculum.errors import shown
 from curriculum.record.events import plain
 from curriculum.scheduling import Past, declaration, training_settings
 from curriculum.train.optimizer import state_layout
+from evalsets.evalset import PRIMARY
 from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
 
 if TYPE_CHECKING:
@@ -228,8 +229,8 @@ def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[s
         settings = [path for path in paths if path in changed]
         yield from ((path, changed[path]) for path in settings)
         if not settings:
-            message = "is not the set that the run measured under this name; restore it, or add it under another name"
-            yield place_of(name), message
+            fix = "restore it" if name == PRIMARY else "restore it, or add it under another name"
+            yield place_of(name), f"is not the set that the run measured under this name; {fix}"
 
 
 _OF_VOCABULARY = ("vocab_size", "num_ids")  # of an architecture
