@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ from curriculum.record.queries import base_directory
 from curriculum.run import Run
 from curriculum.run_directory import RunDirectory
 
+_SOON_AFTER = timedelta(minutes=1)
+
 
 def began_at(run: Run, base: Run) -> int | None:
     """The step of `base` whose parameters `run`, or a run in its lineage, began with; None if none did.
 
     A lineage names its base by the path as it was given, relative to the folder where training was started. The path
     is resolved against each folder above `run`, then against the working folder; the first that holds a run counts,
-    unless that run was begun after the one that would have begun with its parameters.
+    unless that run was begun after the one that would have begun with its parameters. If none does, as the base was
+    moved, its name and the time of its start count.
     """
     path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
     its_start = datetime.fromisoformat(base.start["timestamp"])
@@ -26,10 +29,18 @@ def began_at(run: Run, base: Run) -> int | None:
         if lineage.get("run") == base.resolved["name"] and its_start <= datetime.fromisoformat(began):
             given = Path(base_directory(lineage)).expanduser()
             places = ((folder / given).resolve() for folder in (*path.parents, Path()))
-            if wanted == next((place for place in places if RunDirectory(place).has_config), None):
+            there = next((place for place in places if RunDirectory(place).has_config), None)
+            if wanted == there or (there is None and _started_with(lineage, its_start)):
                 return lineage["step"]
         began, lineage = lineage.get("started_at"), lineage["lineage"]  # a folder has neither
     return None
+
+
+def _started_with(lineage: dict[str, Any], start: datetime) -> bool:
+    """Whether the run that a lineage names was begun at `start`, that of a record's first event, written soon after."""
+    if (began := lineage.get("started_at")) is None:
+        return False
+    return timedelta() <= start - datetime.fromisoformat(began) <= _SOON_AFTER
 
 
 def shared_past(first: Run, second: Run) -> int | None:
