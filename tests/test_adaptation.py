@@ -490,6 +490,11 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
     with pytest.raises(InputError) as told:
         train(config, "run", store_dir="store")
     assert "optim.name: got lion, but the optimizer state of base, step 4, belongs to adamw; set" in str(told.value)
+    config = adapted("optim={name: muon, lr: 1e-3}", keep_optimizer=True)
+    with pytest.raises(InputError) as told:
+        train(config, "run", store_dir="store")
+    (problem,) = told.value.problems  # of what only muon has nothing is said
+    assert "optim.name: got muon, but the optimizer state of base, step 4, belongs to adamw; set" in problem
     assert not Path("run").exists()
 
 

@@ -75,7 +75,8 @@ def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
         problems.append(("adaptation.init_from", f"the architecture is not that of {name} but has {different}"))
     if config.adaptation.keep_optimizer:
         layout, was = state_layout(config.optim), saved["optimizer"]
-        for key in {**was, **layout}:
+        of_another = layout["name"] != was["name"]  # then its other settings are of no use here
+        for key in ("name",) if of_another else {**was, **layout}:
             if layout.get(key) != was.get(key):
                 got = f"got {layout.get(key)}, but the optimizer state of {name} belongs to {was.get(key)}"
                 problems.append((f"optim.{key}", f"{got}; set it to that, or leave keep_optimizer out"))
