@@ -57,6 +57,24 @@ def test_other_keys_of_a_message_are_not_read():
     assert render([message], SHORT) == [("A:", False), ("a;", True)]
 
 
+def test_an_answer_of_weight_0_is_not_scored():
+    """As in data for OpenAI's fine-tuning; a table has null where a row has none."""
+    messages = turns(("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b"))
+    messages[0]["weight"], messages[1]["weight"], messages[3]["weight"] = None, 0, 1
+    assert render(messages, SHORT) == [("U:u.A:a;U:v.A:", False), ("b;", True)]
+    for weight in (0.5, "0", True):
+        with pytest.raises(InputError, match=rf"messages\[1\].weight is {weight!r}; expected 0 .* or 1"):
+            render([*messages[:1], messages[1] | {"weight": weight}], SHORT)
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_calls_of_tools_are_not_left_out_silently(key):
+    message = {"role": "assistant", "content": "", key: [{"name": "search"}]}
+    with pytest.raises(InputError, match=rf"messages\[0\] has {key}, which are no text"):
+        render([message], SHORT)
+    assert render([message | {key: None}], SHORT) == [("A:", False), (";", True)]
+
+
 def test_two_texts_are_joined_as_they_are_and_the_completion_is_scored():
     assert render_completion("2 + 2 =", " 4", SHORT) == [("2 + 2 =", False), (" 4", True)]
     assert render_completion("", "x", SHORT) == [("x", True)]

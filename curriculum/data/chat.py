@@ -13,6 +13,8 @@ from curriculum.errors import FieldError, InputError
 
 CONTENT = "{content}"
 ROLES = ("system", "user", "assistant", "tool")
+RENDERING_VERSION = 2  # raise it if conversations are rendered or scored differently: else existing stores are reused
+_CALLS = ("tool_calls", "function_call")
 
 Stretch = tuple[str, bool]  # a text, and whether it is scored
 
@@ -60,11 +62,11 @@ def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> lis
     """A conversation as stretches of text, alternately scored and unscored, none empty; joined they are its text.
 
     Encode each stretch on its own: then no token crosses the edge of an answer, and a prompt, which ends at that edge,
-    has the same ids as in training. Content is ordinary text even if it looks like the template. Only the keys role and
-    content of a message are read.
+    has the same ids as in training. Content is ordinary text even if it looks like the template. Of a message role and
+    content are read, and weight: an answer of weight 0 is not scored. Other keys are not.
 
-    Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, and
-    content that is not text.
+    Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, content
+    that is not text, a weight other than 0 and 1, and calls of tools, which no template renders.
     """
     return _joined(_turns(messages, key, chat))
 
@@ -100,9 +102,19 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
         if role not in chat.roles:
             remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
             raise InputError(f"{place}.role is {role!r}; expected {', '.join(chat.roles)}; {remedy}")
+        for calls in _CALLS:
+            if message.get(calls):
+                raise InputError(
+                    f"{place} has {calls}, which are no text: an answer would be trained without them; write them into "
+                    "its content as the model should, or leave the conversation out"
+                )
+        weight = message.get("weight")  # a table has null in rows without one
+        if weight not in (None, 0, 1) or isinstance(weight, bool):
+            raise InputError(f"{place}.weight is {weight!r}; expected 0 (not trained on) or 1, or leave it out")
         introduction, close = chat.around(role)
         yield introduction, False
-        yield checked_text(message["content"], f"{place}.content") + close, role == "assistant"
+        content = checked_text(message["content"], f"{place}.content")
+        yield content + close, role == "assistant" and weight != 0
 
 
 def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:

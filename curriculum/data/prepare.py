@@ -24,7 +24,7 @@ from curriculum.data.cache import (
     source_signature,
     writing,
 )
-from curriculum.data.chat import CHATML, ChatConfig
+from curriculum.data.chat import CHATML, RENDERING_VERSION, ChatConfig
 from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat
 from curriculum.data.pieces import check_rows
@@ -127,7 +127,7 @@ def _in_order_of_content(
 
 def _reading(source: SourceConfig, chat: ChatConfig) -> tuple:
     """What determines a source's text and its scored part, besides the content of its files."""
-    return source.keys if source.format == "text" else (*source.keys, source.format, astuple(chat))
+    return source.keys if source.format == "text" else (*source.keys, source.format, astuple(chat), RENDERING_VERSION)
 
 
 def _tokenizer_directory(config: TokenizerConfig, ordered: dict[tuple, SourceConfig], store_dir: Path) -> Path:
