@@ -43,8 +43,7 @@ _ALL_REPLAYED = (  # of `phases`
     "the text to adapt to, or phases"
 )
 
-_OF_A_PHASE = re.compile(r"phases\[(\d+)\](?=[.\[])")  # the path of one of its fields
-_OF_A_NAMED_PHASE = re.compile(r"\s*phases\.(?!\d+[.\[])([A-Za-z0-9_-]+)[.\[]")  # an override of one
+_OF_A_NAMED_PHASE = re.compile(r"\s*phases\.(?!\d+[.\[=\s])([A-Za-z0-9_-]+)[.\[=\s]")  # an override of it
 _OF_THE_NAME = re.compile(r"\s*(name|variables)\b")  # an override that the run's name may depend on
 
 
@@ -87,14 +86,7 @@ class Config:
 
         A phase has its name there, not its number, which other phases change.
         """
-        return [self._remembered(path, option) for path, option in self.origin.options.items()]
-
-    def _remembered(self, path: str, option: str) -> str:
-        number = _OF_A_PHASE.match(path)
-        if number is None or f"{number[0]}.name" in self.origin.options or not option.startswith("--set "):
-            return option
-        name, below = self.phases[int(number[1])].name, path[number.end() :]
-        return option if name.isdecimal() else f"--set phases.{name}{below}={option.partition('=')[2]}"
+        return [self.origin.by_name.get(path, option) for path, option in self.origin.options.items()]
 
     @property
     def longest_seq_len(self) -> int:

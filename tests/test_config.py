@@ -209,6 +209,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     by_name, by_number = load(GOOD, f"phases.{second}.ramp_steps=3"), load(GOOD, "phases[1].ramp_steps=3")
     assert by_name.phases[1].ramp_steps == 3 and by_name == by_number != load(GOOD)
     assert by_name.command_line == by_number.command_line == [f"--set phases.{second}.ramp_steps=3"]
+    assert problems("- {a: 1}\n", "0.a=2") == ["c.yaml:1:1: got list, expected a mapping of sections"]
     assert problems(GOOD, "phases.c.until=3") == [
         f"--set phases.c.until=3: phases has 2 entries (0 to 1), got 'c' (names: {load(GOOD).phases[0].name}, {second})"
     ]

@@ -66,17 +66,32 @@ def remembered_by(folder, *overrides, text=FILE):
 
 
 def test_an_option_of_a_phase_stays_with_it_where_others_come_before_it(tmp_path):
-    """Also if its name is a variable's; but not if an option gives the name itself."""
+    """Also if its name is a variable's, if an option gives it another, and if one gives the whole phase."""
     (option,) = remembered_by(tmp_path, "phases[1].grad_accum=4")
     assert option == "--set phases.b.grad_accum=4"
-    variable = MORE.replace("{length: 64}", "{length: 64, last: b}").replace("name: b", "name: $variables.last")
-    for text in (MORE, variable):
+    before, after = (
+        text.replace("{length: 64}", "{length: 64, last: b}").replace("name: b", "name: $variables.last")
+        for text in (FILE, MORE)
+    )
+    for text in (MORE, after):
         (tmp_path / "c.yaml").write_text(text)
         config = load_config(tmp_path / "c.yaml", remembered=[option], check_paths=False)
         assert {phase.name: phase.grad_accum for phase in config.phases} == {"a": None, "new": None, "b": 4}
         assert config.command_line == [option]
-    renamed = ["phases[1].grad_accum=4", "phases[1].name=c"]
-    assert remembered_by(tmp_path, *renamed) == [f"--set {override}" for override in renamed]
+    for renamed, kept in [
+        (["phases[1].grad_accum=4", "phases[1].name=c"], ["phases.b.grad_accum=4", "phases.b.name=c"]),
+        (["phases[1].name=c", "phases[1].grad_accum=4"], ["phases.b.name=c", "phases.c.grad_accum=4"]),
+        (["phases[1].grad_accum=4", "variables.last=c"], ["phases.b.grad_accum=4", "variables.last=c"]),
+        (["phases[1]={name: c, until: end, mixture: {web: 1}, grad_accum: 4}"],
+         ["phases.b={name: c, until: end, mixture: {web: 1}, grad_accum: 4}"]),
+    ]:  # fmt: skip
+        options = remembered_by(tmp_path, *renamed, text=before)
+        assert options == [f"--set {override}" for override in kept]
+        (tmp_path / "c.yaml").write_text(after)
+        config = load_config(tmp_path / "c.yaml", remembered=options, check_paths=False)
+        grad_accums = {phase.name: phase.grad_accum for phase in config.phases}
+        assert grad_accums == {"a": None, "new": None, "c": 4}
+        assert config.command_line == options
     assert remembered_by(tmp_path, "phases[1].grad_accum=4", text=FILE.replace("name: b", "name: '7'")) == [
         "--set phases[1].grad_accum=4"
     ]
@@ -85,6 +100,7 @@ def test_an_option_of_a_phase_stays_with_it_where_others_come_before_it(tmp_path
 def test_options_of_what_the_file_has_no_more_are_dropped_and_told(tmp_path):
     gone = [
         "--set phases.c.grad_accum=4",
+        "--set phases.d={name: d, until: 30, mixture: {web: 1}}",
         "--set sources.code.max_epochs=2",
         "--set evalsets.sets.code.every=200",
         "--set evalsets.sets.code.max_sequences=9",
@@ -103,9 +119,9 @@ def test_options_of_what_the_file_has_no_more_are_dropped_and_told(tmp_path):
         f"{tmp_path}/c.yaml: has no such {of} any more: {option}, which the run remembers, is dropped".removeprefix(
             f"{tmp_path}/c.yaml:"
         )
-        for of, option in zip(("phase", "source", "eval set", "eval set"), gone, strict=True)
+        for of, option in zip(("phase", "phase", "source", "eval set", "eval set"), gone, strict=True)
     ]
     # What is given now is not dropped, but an error.
     for option in gone:
-        with pytest.raises(InputError, match="expected exactly one of|needs exactly one of|got 'c'"):
+        with pytest.raises(InputError, match="expected exactly one of|needs exactly one of|got '[cd]'"):
             load_config(tmp_path / "c.yaml", [option.removeprefix("--set ")], remembered=gone, check_paths=False)

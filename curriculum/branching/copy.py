@@ -41,7 +41,7 @@ def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDire
             yield made
             rename_whole(made.path, target)
     except OSError as error:
-        if error.errno == errno.ENOTEMPTY:  # it was new when the branch began
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # it was new when the branch began
             raise InputError(f"--run-dir {directory.path}: is not empty any more; choose a new folder") from None
         raise InputError(
             f"{trunk.path}: could not be copied to {directory.path}: {error}; mend that (free disk "

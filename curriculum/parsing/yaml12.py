@@ -16,6 +16,7 @@ from curriculum.errors import InputError
 from curriculum.parsing.variables import substitute
 
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_CHARACTERS = 1 << 20  # takes seconds to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
@@ -64,6 +65,7 @@ class Origin:
     text: str | None = None
     positions: dict[str, tuple[int, int]] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
+    by_name: dict[str, str] = field(default_factory=dict)  # options of an entry of a list, with its name in its place
     numbers: dict[str, str] = field(default_factory=dict)  # as written: the value of 1.10 is 1.1
     made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the path it was derived from
     replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory replaced
@@ -73,7 +75,7 @@ class Origin:
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path. It replaces, and comes after, earlier ones for this path or below it."""
-        for known in (self.options, self.positions, self.numbers, self.replaced):
+        for known in (self.options, self.by_name, self.positions, self.numbers, self.replaced):
             for replaced in [p for p in known if p == path or p.startswith((f"{path}.", f"{path}["))]:
                 del known[replaced]
         self.options[path] = option
@@ -162,21 +164,25 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         if text.lstrip()[:1] in {"{", "[", '"', "'"} or text.strip().lstrip("+-").lower() in {".nan", ".inf"}:
             raise
         raise InputError(*(f"{p}; put text in quotes: {set_option(path, text)}" for p in error.problems)) from None
-    here, dotted = data, ""
+    here, dotted, by_name = data, "", ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
+            names = entry_names(here, data, origin)
             if part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here):
                 key = int(part)
-            elif len(named := [i for i, name in enumerate(entry_names(here, data, origin)) if name == part]) == 1:
-                (key,) = named
+            elif names.count(part) == 1:
+                key = names.index(part)
             else:
                 indices = f" (0 to {len(here) - 1})" if here else ""
-                names = ", ".join(str(name) for name in entry_names(here, data, origin) if name is not None)
+                known = ", ".join(name for name in names if name is not None)
                 got = f"{dotted} has {len(here)} entries{indices}, got {part!r}"
-                raise InputError(f"{option}: {got}" + (f" (names: {names})" if names else ""))
+                raise InputError(f"{option}: {got}" + (f" (names: {known})" if known else ""))
             dotted = f"{dotted}[{key}]"
+            named = names[key] is not None and names.count(names[key]) == 1
+            by_name += f".{names[key]}" if named else f"[{key}]"
         elif isinstance(here, dict):
             key, dotted = part, f"{dotted}.{part}" if dotted else part
+            by_name += f".{part}" if by_name else part
         else:
             raise InputError(f"{option}: {dotted} is {here!r}, expected a section to look up {part!r} in")
         if depth == len(parts) - 1:
@@ -184,14 +190,19 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         else:
             here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
     origin.given_by(dotted, option)
+    if by_name != dotted:
+        origin.by_name[dotted] = f"--set {by_name}={text}"
     for below, number in given.numbers.items():
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
 
 
-def entry_names(entries: list, data: dict, origin: Origin) -> list[Any]:
-    """The name of each entry of a list, variables replaced; None for one without a name."""
+def entry_names(entries: list, data: Any, origin: Origin) -> list[str | None]:
+    """The name of each entry of a list, variables replaced; None for one without a name that an override can use."""
+    variables = data.get("variables", {}) if isinstance(data, dict) else {}
     given = {"names": [entry.get("name") if isinstance(entry, dict) else None for entry in entries]}
-    return substitute({**given, "variables": data.get("variables", {})}, origin.numbers)[0]["names"]
+    names = substitute({**given, "variables": variables}, origin.numbers)[0]["names"]
+    usable = [isinstance(name, str) and _NAME.fullmatch(name) and not name.isdecimal() for name in names]
+    return [name if fits else None for name, fits in zip(names, usable, strict=True)]
 
 
 def set_option(path: str, value) -> str:

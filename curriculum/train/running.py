@@ -74,6 +74,8 @@ class Running:
                         checkpoints.delete(done)
                     self.save_in(checkpoints, done, offsets or self.offsets())
                 except OSError as error:
+                    if count() > 1:  # the others would go on to save
+                        raise
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
 
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
