@@ -563,16 +563,15 @@ def test_a_document_whose_tail_is_measured_is_known_to_a_base_that_read_all_of_i
     trained("whole", 0, {"path": "web_eval.txt"})
     trained("divided", "20%", {"held_out_of": "one"})
     options = {"dataset_dirs": ["law=one.txt"]}
-    overrides = ["sources.law.held_out=20%", "evalsets.primary={held_out_of: law}"]
-    found = {
-        base: [
-            warning.partition(",")[0]
-            for warning in plan(adapted(*overrides, init_from=base, **options), store_dir="store").warnings
-            if "was trained on" in warning
-        ]
-        for base in ("whole", "divided")
-    }
-    assert found == {"whole": ["1 of 1 documents of eval set val are in source one"], "divided": []}
+
+    def told(base, held_out):
+        overrides = [f"sources.law.held_out={held_out}", "evalsets.primary={held_out_of: law}"]
+        planned = plan(adapted(*overrides, init_from=base, **options), store_dir="store")
+        return [warning.partition(",")[0] for warning in planned.warnings if "was trained on" in warning]
+
+    known = ["1 of 1 documents of eval set val are in source one"]
+    assert told("whole", "20%") == known and told("divided", "20%") == told("divided", "10%") == []
+    assert told("divided", "60%") == known  # of which it read two thirds
 
 
 @pytest.mark.parametrize(

@@ -183,32 +183,38 @@ def find_trained_on(
     """
     of_base = find_stores(base, tokenizer, store_dir)
     read = _hashes_read(base, streams, of_base, tokenizer)
-    # Of a document that the base run divided it read the head, which its own eval set does not measure.
-    divided = {name: _divided_hash(of_base, name) for name in read}
-    whole = {name: hashes[~overlapping(hashes, divided[name])] for name, hashes in read.items()}
     stores = find_stores(config, tokenizer, store_dir)
     found = {}
     for name, evalset in config.eval_sources.items():
-        cut = np.empty((0, 2), np.uint64)
+        tail = None
         if name in stores.evalsets:
             own = stores.evalsets[name].documents["hash"]
         elif (source := evalset.held_out_of) in stores.sources:
             own = stores.sources[source].documents["hash"][stores.splits[source].held_out]
-            cut = _divided_hash(stores, source)
+            tail = _divided(stores, source)
         else:
             continue
-        counts = {
-            source: int(overlapping(own, read[source]).sum() + overlapping(cut, whole[source]).sum()) for source in read
-        }
-        found[name] = len(own) + len(cut), {source: count for source, count in counts.items() if count}
+        counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in read.items()}
+        if tail is not None:
+            for source, hashes in read.items():
+                counts[source] += int(_reads_on(tail, hashes, _divided(of_base, source)))
+        num_documents = len(own) + (tail is not None)
+        found[name] = num_documents, {source: count for source, count in counts.items() if count}
     return found, [name for name in streams if name not in read]
 
 
-def _divided_hash(stores: Stores, source: str) -> np.ndarray:
-    """The content hash of the document that the split of a source divides, [1, 2], or [0, 2] if it divides none."""
+def _divided(stores: Stores, source: str) -> tuple[np.ndarray, int] | None:
+    """(content hash [1, 2], first token held out) of the document that the split of a source divides, if it does."""
     cut = stores.splits[source].cut
-    documents = slice(0, 0) if cut is None else slice(cut[0], cut[0] + 1)
-    return stores.sources[source].documents["hash"][documents]
+    return None if cut is None else (stores.sources[source].documents["hash"][cut[0] : cut[0] + 1], cut[1])
+
+
+def _reads_on(tail: tuple[np.ndarray, int], read: np.ndarray, divided: tuple[np.ndarray, int] | None) -> bool:
+    """Whether a run that reads documents with the hashes `read`, the last of which it may divide, reads of a tail."""
+    document, first_token = tail
+    if divided is not None and np.array_equal(document, divided[0]):
+        return first_token < divided[1]
+    return bool(overlapping(document, read).any())
 
 
 def _hashes_read(
