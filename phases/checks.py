@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, any_steps, no_such_source, short
-from phases.lr import EXPECTED_RATE, MOST_RATE
+from phases.lr import EXPECTED_RATE, LEAST_RATE, MOST_RATE
 from phases.schedule import Phase, SourceSupply
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of anything that becomes part of a file or folder name
@@ -52,7 +52,7 @@ def check_phases(phases: Sequence[Phase], sources: Collection[str]) -> list[tupl
         if i == 0 and any_steps(phase.ramp_steps):
             problems.append((f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"))
         if program := phase.lr:
-            if program.peak is not None and not 0 < program.peak <= MOST_RATE:
+            if program.peak is not None and not LEAST_RATE <= program.peak <= MOST_RATE:
                 problems.append((f"{path}.lr.peak", f"got {program.peak}, {EXPECTED_RATE}"))
             if not 0 <= program.decay_to_ratio <= 1:
                 got = program.decay_to_ratio

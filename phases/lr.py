@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
-MOST_RATE = 1e6  # far above any that trains, and far below what is infinite in float32
-EXPECTED_RATE = f"expected a positive learning rate of at most {MOST_RATE:g}"
+LEAST_RATE, MOST_RATE = 1e-30, 1e6  # far beyond any that trains; in float32 neither is 0 or infinite
+EXPECTED_RATE = f"expected a positive learning rate from {LEAST_RATE:g} to {MOST_RATE:g}"
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def first_jump(pieces: Sequence[LrPiece], standing: Standing = NOTHING_STANDS) -
 def check_rates(lr: LrSchedule) -> list[tuple[str, str]]:
     """What is wrong with the numbers of a schedule: (field, message) pairs."""
     problems = []
-    if not 0 < lr.lr <= MOST_RATE:
+    if not LEAST_RATE <= lr.lr <= MOST_RATE:
         problems.append(("lr", f"got {lr.lr}, {EXPECTED_RATE}"))
     if not 0 <= lr.min_lr_ratio <= 1:
         problems.append(("min_lr_ratio", f"got {lr.min_lr_ratio}, expected 0 to 1"))

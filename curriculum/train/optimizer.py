@@ -127,7 +127,7 @@ _RANGES = {
     "grad_clip": (f"0, or {_POSITIVE[0]}", lambda number: number == 0 or _POSITIVE[1](number)),
     # Beyond these bounds an update ruins the parameters, and only the next update would show it.
     **dict.fromkeys(("weight_decay", "muon.weight_decay_mult"), ("0 to 100", lambda number: 0 <= number <= 100)),
-    "muon.lr_scale": ("above 0, at most 1000", lambda number: 0 < number <= 1000),
+    "muon.lr_scale": ("1e-06 to 1000", lambda number: 1e-6 <= number <= 1000),
     **dict.fromkeys(("eps", "muon.consistent_rms", "sophia.gamma", "sophia.eps"), _POSITIVE),
     "muon.ns_steps": ("1 to 20", lambda number: 1 <= number <= 20),
     "sophia.every": ("1 to 1000000000", lambda number: 1 <= number <= 10**9),
