@@ -248,7 +248,9 @@ def _branching(
     branch begins with.
     """
     remembered = trunk.directory.command_line()
-    options = [option for option in config.command_line if option not in remembered]
+    origin = config.origin
+    new = {path: option for path, option in origin.options.items() if option not in remembered}
+    options = [origin.by_name.get(path, option) for path, option in new.items()]
     return {
         "run": str(run),
         "step": at,

@@ -44,6 +44,7 @@ _ALL_REPLAYED = (  # of `phases`
 )
 
 _OF_A_NAMED_PHASE = re.compile(r"\s*phases\.(?!\d+[.\[=\s])([A-Za-z0-9_-]+)[.\[=\s]")  # an override of it
+_OF_VARIABLES = re.compile(r"--set\s+variables\b")
 _OF_THE_NAME = re.compile(r"\s*(name|variables)\b")  # an override that the run's name may depend on
 
 
@@ -330,6 +331,7 @@ def apply_options(
     """
     given, added = list(options), []
     remembered = [option.partition(" ")[::2] for option in remembered]
+    remembered.sort(key=lambda option: not _OF_VARIABLES.match(_as_text(option)))  # which may be the names of phases
     origin.remembered = {_as_text(option) for option in remembered} - {_as_text(option) for option in given}
     for flag, value in [*remembered, *given]:
         option = _as_text((flag, value))
@@ -352,6 +354,7 @@ def apply_options(
             if flag == "--dataset-dir":
                 added.append(name)
     _drop_scraps(data, origin)
+    _name_anew(data, origin)
     if added and isinstance(data, dict) and "phases" not in data:
         replayed = _table(_table(data, "adaptation"), "replay")
         if mixture := {name: 1.0 for name in added if name not in replayed}:
@@ -369,6 +372,18 @@ def _is_gone(override: str, data: dict, origin: Origin) -> bool:
         return False
     phases = data.get("phases") if isinstance(data, dict) else None
     return isinstance(phases, list) and named[1] not in entry_names(phases, data, origin)
+
+
+def _name_anew(data: dict, origin: Origin) -> None:
+    """Give options of phases that are named by a variable the name that it has in the end."""
+    phases = data.get("phases") if isinstance(data, dict) else None
+    for i, name in enumerate(entry_names(phases, data, origin) if isinstance(phases, list) else ()):
+        where = f"phases[{i}]"
+        if name is None or where in origin.options or f"{where}.name" in origin.options:
+            continue  # a later option finds it by the name that it had before
+        for path in [path for path in origin.by_name if path.startswith(f"{where}.")]:
+            value = origin.by_name[path].partition("=")[2]
+            origin.by_name[path] = f"--set phases.{name}{path[len(where) :]}={value}"
 
 
 def _drop_scraps(data: dict, origin: Origin) -> None:

@@ -102,6 +102,8 @@ def schedule_warnings(
 def _much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A warning for each source of which far more is kept out of training than `held_out` asks for."""
     for name, of_source in details.items():
+        if of_source["dropped_documents"]:  # they are among what is kept out
+            continue
         share, kept_out = parse_share(config.sources[name].held_out), of_source["kept_out_tokens"]
         num_tokens = of_source["tokens"] + kept_out
         if share and kept_out > MUCH_HELD_OUT * num_tokens and kept_out > 2 * share * num_tokens:

@@ -464,7 +464,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_is_no_failed_save(
     assert checkpoints.steps() == [1, 2] and damage(tmp_path / "checkpoints/2") is None
     (line,) = capfd.readouterr().err.splitlines()
     assert (
-        line.startswith(f"{tmp_path}/checkpoints/1: cannot be deleted, though others") and "Permission denied" in line
+        line.startswith(f"{tmp_path}/checkpoints/1: is not needed any more, but could") and "Permission denied" in line
     )
     save(checkpoints, 3)
     checkpoints.close()
@@ -474,7 +474,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_is_no_failed_save(
         checkpoints.drop(3)
         with pytest.raises(PermissionError):
             checkpoints.delete(3)
-    assert checkpoints.steps() == [3] and "checkpoints/3: cannot be deleted" in capfd.readouterr().err
+    assert checkpoints.steps() == [3] and "checkpoints/3: is not needed any more" in capfd.readouterr().err
     checkpoints.drop(3)
     assert checkpoints.steps() == []
 

@@ -174,15 +174,17 @@ def test_an_interrupted_command_leaves_before_the_interpreter_takes_down_what_xl
     assert (done.returncode, done.stdout, done.stderr) == (130, told, "")
 
 
-def test_a_file_that_ends_early_is_not_told_as_an_interruption():
+def test_a_file_that_ends_early_is_not_told_as_an_interruption(tmp_path):
     """As Python's own bytecode where a full disk cut it short."""
-    script = (
-        "import curriculum.cli.main as main, curriculum.run\n"
-        "def ends(_): raise EOFError('marshal data too short')\n"
-        "curriculum.run.load_run = ends; main.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, "inspect", "run"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.endswith("EOFError: marshal data too short\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
+    command = [sys.executable, "-m", "curriculum", "inspect", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    (written,) = tmp_path.rglob("curriculum/views/inspection.*.pyc")
+    written.write_bytes(written.read_bytes()[:1024])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "EOFError: marshal data too short" in done.stderr
     assert "interrupted" not in done.stderr and "Abort" not in done.stderr
 
 

@@ -81,7 +81,7 @@ def test_an_option_of_a_phase_stays_with_it_where_others_come_before_it(tmp_path
     for renamed, kept in [
         (["phases[1].grad_accum=4", "phases[1].name=c"], ["phases.b.grad_accum=4", "phases.b.name=c"]),
         (["phases[1].name=c", "phases[1].grad_accum=4"], ["phases.b.name=c", "phases.c.grad_accum=4"]),
-        (["phases[1].grad_accum=4", "variables.last=c"], ["phases.b.grad_accum=4", "variables.last=c"]),
+        (["phases[1].grad_accum=4", "variables.last=c"], ["phases.c.grad_accum=4", "variables.last=c"]),
         (["phases[1]={name: c, until: end, mixture: {web: 1}, grad_accum: 4}"],
          ["phases.b={name: c, until: end, mixture: {web: 1}, grad_accum: 4}"]),
     ]:  # fmt: skip
@@ -91,7 +91,14 @@ def test_an_option_of_a_phase_stays_with_it_where_others_come_before_it(tmp_path
         config = load_config(tmp_path / "c.yaml", remembered=options, check_paths=False)
         grad_accums = {phase.name: phase.grad_accum for phase in config.phases}
         assert grad_accums == {"a": None, "new": None, "c": 4}
-        assert config.command_line == options
+        assert sorted(config.command_line) == sorted(options)
+    # The variable is given again: the phase has the new name, and the option stays with it.
+    options = remembered_by(tmp_path, "phases[1].grad_accum=4", "variables.last=c", text=before)
+    for name in "dd":
+        config = load_config(tmp_path / "c.yaml", [f"variables.last={name}"], remembered=options, check_paths=False)
+        assert config.phases[1].name == name and config.phases[1].grad_accum == 4
+        options = config.command_line
+        assert sorted(options) == [f"--set phases.{name}.grad_accum=4", f"--set variables.last={name}"]
     assert remembered_by(tmp_path, "phases[1].grad_accum=4", text=FILE.replace("name: b", "name: '7'")) == [
         "--set phases[1].grad_accum=4"
     ]

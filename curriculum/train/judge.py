@@ -12,7 +12,7 @@ from curriculum.disk.manifest import damage
 from curriculum.record.events import number, plain, record_name
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.gate import run_gate
-from curriculum.train.processes.together import from_first
+from curriculum.train.processes.together import from_first, is_first
 from curriculum.train.running import Running
 from curriculum.train.signals import Stopped
 from curriculum.train.watch import Evaluated, Pair
@@ -65,7 +65,7 @@ def decide_gold(run: Running, step: int) -> None:
         return
     regressed = {name: Regressed(*map(number, numbers)) for name, numbers in undecided.items()}
     summaries = {name: summarise(result) for name, result in run.results.read(step).items()}
-    if not summaries:
+    if not summaries and is_first():
         tell(f"the gold of step {step} is not decided on, which a signal had interrupted: the results are gone")
     kept, stopped_by = _judge_gold(run, step, summaries, regressed)
     if stopped_by is not None:

@@ -296,7 +296,7 @@ class Checkpoints:
             self._delete(step)
 
     def drop(self, step: int) -> None:
-        """The same for a step that others replace: if the disk refuses that, say so."""
+        """The same for a step that is not needed any more: if the disk refuses that, say so."""
         self.wait()
         if together.is_first():
             self._drop(step)
@@ -305,7 +305,7 @@ class Checkpoints:
         try:
             self._delete(step)
         except OSError as error:  # what was saved is whole all the same
-            tell(f"{self.directory / str(step)}: cannot be deleted, though others replace it: {error}; left there")
+            tell(f"{self.directory / str(step)}: is not needed any more, but could not be deleted: {error}")
 
     def _delete(self, step: int) -> None:
         gone = self.directory / f".{step}.deleting"
