@@ -17,6 +17,7 @@ SLURM = {
     "SLURM_JOB_ID": "8200", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[003-004],gpu1",
     "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }  # fmt: skip
+OF_JAX = {"JAX_COORDINATOR_ADDRESS": "h:81", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 OF_STEP = Launch("node003", 61448, 3, 2, None, "SLURM's step 8200.0")  # 61440 + 8200 % 4096
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -39,6 +40,10 @@ ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASK
         (("h:1", 1, 0), {}, None),
         (("h:81", 2, 1), {}, Launch("h", 81, 2, 1)),
         (("[fe80::1]:81", 2, 0), {}, Launch("fe80::1", 81, 2, 0)),
+        ((None, None, None), OF_JAX, Launch("h", 81, 2, 1)),
+        (("x:5", None, 0), OF_JAX, Launch("x", 5, 2, 0)),  # what is given counts first
+        ((None, 1, None), OF_JAX | {"JAX_PROCESS_ID": "0"}, None),
+        ((None, None, None), {**OF_JAX, "JAX_PROCESS_ID": "", "JOB_COMPLETION_INDEX": "1"}, Launch("h", 81, 2, 1)),
         ((None, None, None), SLURM, OF_STEP),
         ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, replace(OF_STEP, host="a")),
         ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, replace(OF_STEP, host="a-1")),
@@ -170,7 +175,5 @@ def test_the_launch_files_are_what_they_seem():
     environ = {entry["name"]: entry["value"] for entry in container["env"]}
     name, host = jobset["metadata"]["name"], environ["JAX_COORDINATOR_ADDRESS"].partition(":")[0]
     assert host == f"{name}-{replicated['name']}-0-0.{name}"  # what JobSet names the first pod
-    found = find_launch(
-        environ["JAX_COORDINATOR_ADDRESS"], int(environ["JAX_NUM_PROCESSES"]), environ={"JOB_COMPLETION_INDEX": "3"}
-    )
+    found = find_launch(environ=environ | {"JOB_COMPLETION_INDEX": "3"})
     assert (found.num_processes, found.process_id) == (job["parallelism"], 3)

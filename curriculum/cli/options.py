@@ -87,7 +87,7 @@ def config_options(config_required: bool = True):
 
 def process_options(command):
     """Decorate a command with the options for several processes; it gets `launch` and `join_seconds`."""
-    from curriculum.train.processes.launch import JOIN_SECONDS, VARIABLES, find_launch
+    from curriculum.train.processes.launch import JOIN_SECONDS, find_launch
 
     @functools.wraps(command)
     def with_launch(coordinator, num_processes, process_id, **options):
@@ -97,17 +97,15 @@ def process_options(command):
         click.option(
             "--coordinator",
             metavar="HOST:PORT",
-            envvar=VARIABLES["--coordinator"],
             help="Train in several processes, which connect there: the machine of process 0, and a free port of it. "
             "Under SLURM and Open MPI the processes find each other.",
         ),
         click.option(
             "--num-processes",
             type=int,
-            envvar=VARIABLES["--num-processes"],
             help="Number of processes in the run; 1: this one alone.",
         ),
-        click.option("--process-id", type=int, envvar=VARIABLES["--process-id"], help="Index of this process, from 0."),
+        click.option("--process-id", type=int, help="Index of this process, from 0."),
         click.option(
             "--join-seconds",
             type=click.FloatRange(min=0),

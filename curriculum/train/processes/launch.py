@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from curriculum.errors import InputError
 
-# Several launchers and tools set these; the options of `curriculum train` read them too.
+# Several launchers and tools set these; they stand for the options of `curriculum train` that are not given.
 VARIABLES = {
     "--coordinator": "JAX_COORDINATOR_ADDRESS",
     "--num-processes": "JAX_NUM_PROCESSES",
@@ -54,10 +54,13 @@ def find_launch(
 ) -> Launch | None:
     """Which process of a run this one is; None if it is alone.
 
-    What is given counts first, then what Open MPI, SLURM or an indexed Job of Kubernetes says. `num_processes` 1 keeps
-    the tasks of a launcher apart: each is a run of its own. Raises InputError with everything that is missing or does
-    not fit.
+    What is given counts first, then `VARIABLES`, then what Open MPI, SLURM or an indexed Job of Kubernetes says.
+    `num_processes` 1 keeps the tasks of a launcher apart: each is a run of its own. Raises InputError with everything
+    that is missing or does not fit.
     """
+    coordinator = coordinator or environ.get(VARIABLES["--coordinator"]) or None
+    num_processes = _number(environ, VARIABLES["--num-processes"]) if num_processes is None else num_processes
+    process_id = _number(environ, VARIABLES["--process-id"]) if process_id is None else process_id
     if num_processes == 1 and process_id in (None, 0):
         return None
     # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
