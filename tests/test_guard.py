@@ -156,7 +156,7 @@ def test_another_window_keeps_the_newest_values():
         moved = with_window(guard, 31, size)
         kept = min(size, WINDOW)
         expected = values[0][31 - kept : 31].copy()
-        expected[~np.isfinite(values[0][31 - kept : 31]) | ~np.isfinite(values[1][31 - kept : 31])] = np.nan
+        expected[~np.isfinite(values[0][31 - kept : 31]) | ~np.isfinite(values[1][31 - kept : 31])] = np.inf
         found = [moved.losses_W[s % size] for s in range(31 - kept, 31)]
         np.testing.assert_array_equal(found, expected)
         assert len(moved.losses_W) == size and np.isfinite(moved.losses_W).sum() == np.isfinite(expected).sum()

@@ -22,7 +22,7 @@ SIGMA_FLOOR = 1e-3
 class Guard(NamedTuple):
     """What the updates so far were like. An update is bad if it is skipped although it has a scored target.
 
-    The values of step s are at index s % W, as NaN if not finite.
+    The values of step s are at index s % W, as infinity if not finite. (NaN would end runs under jax_debug_nans.)
     """
 
     losses_W: jax.Array
@@ -36,7 +36,7 @@ class Guard(NamedTuple):
 
 def new_guard(window_steps: int) -> Guard:
     """The guard of a new run."""
-    empty_W = np.full(window_steps, np.nan, np.float32)
+    empty_W = np.full(window_steps, np.inf, np.float32)
     return Guard(empty_W, empty_W.copy(), *(np.int32(number) for number in (0, 0, 0, 0, -1)))
 
 
@@ -86,8 +86,8 @@ def guarded(
     too_long = (guard.diverged_at < 0) & (row >= diverged_after)
     slot = step % num_steps
     return is_finite & ~is_outlier, Guard(
-        losses_W=guard.losses_W.at[slot].set(jnp.where(is_finite, loss, jnp.nan)),
-        grad_norms_W=guard.grad_norms_W.at[slot].set(jnp.where(is_finite, grad_norm, jnp.nan)),
+        losses_W=guard.losses_W.at[slot].set(jnp.where(is_finite, loss, jnp.inf)),
+        grad_norms_W=guard.grad_norms_W.at[slot].set(jnp.where(is_finite, grad_norm, jnp.inf)),
         num_nonfinite=guard.num_nonfinite + is_nonfinite,
         num_outliers=guard.num_outliers + is_outlier,
         bad_in_a_row=row,
@@ -103,7 +103,7 @@ def with_window(guard: Guard, step: int, window_steps: int) -> Guard:
     kept = np.arange(max(0, step - min(before, window_steps)), step)
 
     def moved(values_W):
-        out_W = np.full(window_steps, np.nan, np.float32)
+        out_W = np.full(window_steps, np.inf, np.float32)
         out_W[kept % window_steps] = values_W[kept % before]
         return out_W
 
