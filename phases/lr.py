@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
-LEAST_RATE, MOST_RATE = 1e-30, 1e6  # far beyond any that trains; in float32 neither is 0 or infinite
+LEAST_RATE, MOST_RATE = 1e-30, 3.4e38  # far beyond any that trains; in float32 neither is 0 or infinite
 EXPECTED_RATE = f"expected a positive learning rate from {LEAST_RATE:g} to {MOST_RATE:g}"
 
 
