@@ -15,7 +15,7 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig
-from curriculum.errors import InputError, no_such
+from curriculum.errors import InputError, check_several, no_such
 from curriculum.model.presets import ModelSection
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
 from curriculum.parsing.variables import substitute
@@ -118,13 +118,13 @@ def load_config(
     *,
     dataset_dirs: Iterable[str] = (),
     eval_dataset_dirs: Iterable[str] = (),
-    init_from: str | None = None,
+    init_from: str | os.PathLike | None = None,
     keep_optimizer: bool = False,
     remembered: Iterable[str] = (),
     continues: str | os.PathLike | None = None,
     check_paths: bool = True,
 ) -> Config:
-    """Read and check a config file. `overrides` are `a.b=value`; the directories are `[NAME=]DIR`.
+    """Read and check a config file. `overrides` are `a.b=value`; the directories are `[NAME=]DIR`, or {NAME: DIR}.
 
     A file without phases gets one of the sources in `dataset_dirs`, in equal parts. `init_from` and `keep_optimizer`
     are those of the `adaptation` section. `remembered` are options as `Config.command_line` gives them, applied first;
@@ -310,11 +310,12 @@ def options_of(
     overrides: Iterable[str] = (),
     dataset_dirs: Iterable[str] = (),
     eval_dataset_dirs: Iterable[str] = (),
-    init_from: str | None = None,
+    init_from: str | os.PathLike | None = None,
     keep_optimizer: bool = False,
 ) -> list[tuple[str, str]]:
     """What is given to `load_config` as (option of the command line, its value), in the order in which it applies."""
-    options = [("--init-from", init_from)] if init_from is not None else []
+    check_several("overrides", overrides)
+    options = [("--init-from", os.fspath(init_from))] if init_from is not None else []
     options += [("--keep-optimizer", "")] if keep_optimizer else []
     for flag, items in (("--dataset-dir", dataset_dirs), ("--eval-dataset-dir", eval_dataset_dirs)):
         options += [(flag, f"{name}={folder}") for name, folder in named_directories(flag, items).items()]
@@ -363,7 +364,7 @@ def apply_options(
 
 
 def _as_text(option: tuple[str, str]) -> str:
-    return " ".join(option).rstrip()
+    return "{} {}".format(*option).rstrip()
 
 
 def _is_gone(override: str, data: dict, origin: Origin) -> bool:
@@ -402,11 +403,15 @@ def _drop_scraps(data: dict, origin: Origin) -> None:
                 origin.dropped += [origin.options.pop(p) for p in below]
 
 
-def named_directories(flag: str, items: Iterable[str]) -> dict[str, str]:
-    """Directories by name, of all values of one command's option `flag`. Raises InputError for a name given twice."""
+def named_directories(flag: str, items: Iterable[str] | Mapping[str, str | os.PathLike]) -> dict[str, str]:
+    """Directories by name, of all values of one command's option `flag`. Raises InputError for a name given twice.
+
+    From Python they may be given by name already.
+    """
+    check_several(flag, items)
     found: dict[str, str] = {}
-    for item in items:
-        name, directory = named_directory(flag, item)
+    for item in (f"{name}={folder}" for name, folder in items.items()) if isinstance(items, Mapping) else items:
+        name, directory = named_directory(flag, os.fspath(item))
         if name in found:
             message = f"{name} is already the name of {found[name]}; expected another one, as in OTHER={directory}"
             raise InputError(f"{flag} {item}: {message}")

@@ -57,6 +57,12 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
         raise InputError(f"{option} {name}: unknown value; {hint}expected one of: {', '.join(choices)}")
 
 
+def check_several(name: str, given: Any) -> None:
+    """Raise InputError for a single text where several are expected: it would be taken letter by letter."""
+    if isinstance(given, str | os.PathLike):
+        raise InputError(f"{name}: got {str(given)!r}, expected a list, as in [{str(given)!r}]")
+
+
 def shown(value: Any) -> str:
     """A value of a config as a message quotes it: as JSON, with its letters as they are."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -13,7 +13,7 @@ from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_read_documents, load_evalsets, size_warnings
 from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
-from curriculum.errors import InputError, no_such
+from curriculum.errors import InputError, check_several, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
@@ -79,6 +79,8 @@ def evaluate(
     of a source needs the source's text. Raises InputError if a set is not the one that the run measured under its
     name, or if something needed is missing.
     """
+    check_several("sets", sets)
+    check_several("overrides", overrides)
     new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
     own = load_run(run).config
     config = _with_sets(own, new, overrides)

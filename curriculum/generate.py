@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_several
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.sampling import Sampling
 from curriculum.weights import chosen_again, find_saved
@@ -66,6 +66,7 @@ def generate(
     Raises InputError for a run, step, weights or settings that cannot be used, and for a prompt longer than the model's
     positions.
     """
+    check_several("prompts", prompts)
     sampling = Sampling(**settings)
     if problems := sampling.problems():
         raise InputError(*(f"{name}: {message}" for name, message in problems))

@@ -182,8 +182,10 @@ class DataPlan:
         unscored. `draws` are this step's rows, if they were computed already, many steps at a time.
 
         `rows` selects among the B rows of each micro-step: only those are read, and the batch is `[:, rows]` of the
-        whole one.
+        whole one. Raises IndexError for a step that the schedule does not have.
         """
+        if not 0 <= step < self.schedule.total_steps:
+            raise IndexError(f"batch of step {step}: expected 0 to {self.schedule.total_steps - 1}")
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
         num_micro = num_micro_steps(grad_accum, segment.batch_size)

@@ -374,6 +374,15 @@ def test_a_million_draws_of_fifty_sources_over_phases_and_ramps():
             assert np.abs(np.cumsum(drawn == i) - exact).max() < 2
 
 
+def test_there_is_no_batch_before_the_first_step_or_after_the_last():
+    plan = make_plan(batch=4)
+    last = plan.schedule.total_steps - 1
+    assert plan.batch(last, TOKENS, EOT).inputs_ABT.shape == (1, 4, LENGTH)
+    for step in (-1, last + 1):
+        with pytest.raises(IndexError, match=f"batch of step {step}: expected 0 to {last}"):
+            plan.batch(step, TOKENS, EOT)
+
+
 def test_a_batch_that_the_micro_steps_do_not_divide_is_cut_into_fewer():
     """A run that goes on with 6 rows in 3 micro-steps may train steps of 4 rows again, after a rollback or in a branch."""
     plan = make_plan(batch=4)

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_run import tiny_data, write_corpus
 
 from curriculum.branch import branch
 from curriculum.cli.plan import table
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
 from curriculum.export import export, load_exported
+from curriculum.generate import generate
 from curriculum.model.formats.safetensors_writer import write_safetensors
 from curriculum.model.model import Model, check_model
 from curriculum.plan import plan
@@ -26,7 +29,9 @@ from curriculum.run import load_run, run_directory
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.trainer import train
+from curriculum.views.compare import compare
 from curriculum.views.inspection import inspect_run
+from curriculum.views.report import write_report
 
 ROOT = Path(__file__).parents[1]
 
@@ -356,3 +361,46 @@ def test_a_run_keeps_that_its_model_was_not_the_configs(tmp_path, text_folder, m
         train(config, tmp_path / "run", resume="latest", store_dir=text_folder / "store", make_model=lambda _: other)
     with pytest.raises(InputError, match=r"cannot change: kind None \(was bigram\)"):
         train(config, tmp_path / "run", resume="latest", store_dir=text_folder / "store")
+
+
+def test_a_single_text_is_not_taken_letter_by_letter(tmp_path):
+    (tmp_path / "run.yaml").write_text("name: x\n")
+    for call, what in [
+        (lambda: generate("run", "the fox"), "prompts: got 'the fox', expected a list, as in ['the fox']"),
+        (lambda: evaluate("run", sets="laws"), "sets: got 'laws'"),
+        (lambda: evaluate("run", overrides="a=1"), "overrides: got 'a=1'"),
+        (lambda: load_config(tmp_path / "run.yaml", "seed=7"), "overrides: got 'seed=7'"),
+        (lambda: load_config(tmp_path / "run.yaml", dataset_dirs=Path("laws")), "--dataset-dir: got 'laws'"),
+        (lambda: compare("runs/h"), "run_dirs: got 'runs/h'"),
+        (lambda: write_report(Path("runs/h"), tmp_path / "report.html"), "run_dirs: got 'runs/h'"),
+    ]:
+        with pytest.raises(InputError) as told:
+            call()
+        assert str(told.value).startswith(what)
+
+
+def test_paths_may_be_given_as_paths(text_folder, tmp_path):
+    """And directories by their names, as `evaluate` takes them."""
+    (tmp_path / "own.yaml").write_text(
+        f"sources: {{web: {{path: {text_folder}}}}}\nphases: [{{name: a, until: end, mixture: {{web: 1}}}}]\n"
+    )
+    config = load_config(
+        tmp_path / "own.yaml",
+        ["evalsets.primary={path: x}", "train.steps=3"],
+        dataset_dirs=[text_folder],
+        eval_dataset_dirs={"own": text_folder},
+        check_paths=False,
+    )
+    assert config.evalsets.sets["own"].path == str(text_folder) and text_folder.name in config.sources
+    assert config.command_line[:2] == [
+        f"--dataset-dir {text_folder.name}={text_folder}",
+        f"--eval-dataset-dir own={text_folder}",
+    ]
+    with pytest.raises(InputError, match="--init-from .*nowhere: adaptation.init_from: .* does not exist"):
+        load_config(tmp_path / "own.yaml", ["evalsets.primary={path: x}", "train.steps=3"], init_from=Path("nowhere"))
+
+
+def test_a_run_trains_while_jax_looks_for_nans(tmp_path):
+    config = build_config(tiny_data(write_corpus(tmp_path)))
+    with jax.debug_nans(True):
+        assert train(config, tmp_path / "run", store_dir=tmp_path / "store")["total_steps"] == config.train.steps

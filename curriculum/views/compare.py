@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_several
 from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
@@ -134,6 +134,7 @@ def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") 
 
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
     """
+    check_several("run_dirs", run_dirs)
     return compare_runs([load_run(path) for path in run_dirs], at=at)
 
 

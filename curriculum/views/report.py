@@ -15,7 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from curriculum.disk.durable import write_whole
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_several
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
 from curriculum.record.wording import (
@@ -65,6 +65,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     Raises InputError if there is no run, one has not begun or cannot be read, or `output` cannot be written. An earlier
     report is replaced; another file, such as a run's record, is refused.
     """
+    check_several("run_dirs", run_dirs)
     path = Path(output)
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file path in an existing folder, such as report.html")
