@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.errors import InputError
-from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, read_events, read_metrics
+from curriculum.errors import InputError, no_such
+from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, read_events, read_metrics, record_name
 from curriculum.run_directory import RunDirectory, names_in
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ class Run:
         return gold and gold["step"]
 
     def evals(self, name: str = "val") -> list[tuple[int, float]]:
-        """(step, loss) of every eval of a set; `val` is the primary one."""
+        """(step, loss) of every eval of a set; `val` is the primary one. InputError if the run has no such set."""
+        known = {record_name(own) for event in self.events for own in event.get("evalsets", ())}
+        if known and name.partition("@")[0] not in known:
+            raise InputError(f"{self.directory.path}: {no_such('eval set', name, known)}")
         key = eval_key(name)
         return [(e["step"], e[key]) for e in self.events if e["event"] == "eval" and key in e]
 

@@ -176,6 +176,8 @@ class DataPlan:
     ) -> Batch:
         """The batch of update `step`, from each source's stream: an array or memory map of tokens, or a RowStream.
 
+        It has `grad_accum` micro-steps or, where they do not divide its rows, as many as divide both.
+
         `mask_boundary_loss` leaves the first token of each document, the target of an end-of-text, unscored. Without
         `train_on_eos`, targets that are end-of-text are not scored. A `bos` other than `eot` opens documents and is
         never scored, since nothing before it predicts it; `mask_boundary_loss` then also leaves the token after it

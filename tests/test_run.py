@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 from locked import locked_by_another
+from written_run import write_run
 
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS, checkpoint_steps, find_checkpoint, read_ledger
+from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 
 
@@ -147,3 +149,12 @@ def test_a_ledger_is_read_without_jax(tmp_path):
     (tmp_path / "ledger/metadata").write_text('{"step"')
     with pytest.raises(InputError, match="ledger/metadata: cannot be read"):
         read_ledger(tmp_path)
+
+
+def test_a_set_that_a_run_has_not_is_no_empty_curve(tmp_path):
+    run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0, "law": lambda step: 4.0}))
+    assert run.evals("law")[0] == (0, 4.0) and len(run.evals()) == len(run.evals("law")) == 6
+    assert run.evals("law@ema") == []  # the set is there, that average is not
+    for name in ("lav", "primary"):
+        with pytest.raises(InputError, match="run: no such eval set.*eval sets: law, val"):
+            run.evals(name)
