@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import re
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -482,13 +482,14 @@ def test_a_run_that_only_looks_like_the_base_is_none(tmp_path, monkeypatch):
     assert began_at(load_run(adapted), load_run(elsewhere)) is None
     assert began_at(load_run(adapted), load_run(adapted)) is None
     assert began_at(load_run(begun(tmp_path / "three/a", "base", 40)), load_run(renamed)) is None
-    # One that was moved is known by its name and its start, the time of the first event or a little before.
-    start = datetime.fromisoformat(load_run(base).start["timestamp"])
-    for seconds, found in ((-1, None), (0, 40), (9, 40), (900, None)):
-        was = lineage("gone", 40) | {"started_at": (start - timedelta(seconds=seconds)).isoformat()}
-        moved = write_run(tmp_path / f"three/{seconds}", {"val": lambda step: 3.0}, start={"lineage": was})
-        assert began_at(load_run(moved), load_run(base)) == found
-        assert began_at(load_run(moved), load_run(renamed)) is None
+    # One that was moved is known by its name and the time of its start.
+    start = "2026-11-27T12:00:00+01:00"
+    moved = write_run(tmp_path / "new", {"val": lambda step: 3.0}, complete={"started_at": start})
+    for at, found in ((start, 40), ("2026-11-27T12:00:01+01:00", None)):
+        was = lineage("gone", 40) | {"started_at": at}
+        run = write_run(tmp_path / f"three/{found}", {"val": lambda step: 3.0}, start={"lineage": was})
+        assert began_at(load_run(run), load_run(moved)) == found
+        assert began_at(load_run(run), load_run(base)) is None
     # One whose --run-dir lies elsewhere: the path is that of the working folder.
     assert began_at(load_run(begun(tmp_path / "far/c", "runs/base", 40)), load_run(elsewhere)) == 40
     hf = {"init_from": "runs/base", "kind": "hf", "model_type": "llama", "keep_optimizer": False, "lineage": None}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.events import eval_sets
 from curriculum.record.queries import base_directory
 from curriculum.run import Run
 from curriculum.run_directory import RunDirectory
-
-_SOON_AFTER = timedelta(minutes=1)
 
 
 def began_at(run: Run, base: Run) -> int | None:
@@ -30,17 +31,21 @@ def began_at(run: Run, base: Run) -> int | None:
             given = Path(base_directory(lineage)).expanduser()
             places = ((folder / given).resolve() for folder in (*path.parents, Path()))
             there = next((place for place in places if RunDirectory(place).has_config), None)
-            if wanted == there or (there is None and _started_with(lineage, its_start)):
+            if wanted == there or (there is None and lineage.get("started_at") == (_started_at(base) or "")):
                 return lineage["step"]
         began, lineage = lineage.get("started_at"), lineage["lineage"]  # a folder has neither
     return None
 
 
-def _started_with(lineage: dict[str, Any], start: datetime) -> bool:
-    """Whether the run that a lineage names was begun at `start`, that of a record's first event, written soon after."""
-    if (began := lineage.get("started_at")) is None:
-        return False
-    return timedelta() <= start - datetime.fromisoformat(began) <= _SOON_AFTER
+def _started_at(run: Run) -> str | None:
+    """When a run was begun, as its checkpoints and the lineages of other runs have it; None if nothing tells it."""
+    if run.complete is not None:
+        return run.complete.get("started_at")
+    for place in run.directory.places:
+        for step in checkpoint_steps(place)[-1:]:
+            with suppress(InputError):  # a damaged one tells nothing
+                return read_ledger(place / str(step))["history"]["started_at"]
+    return None
 
 
 def shared_past(first: Run, second: Run) -> int | None:
