@@ -43,13 +43,8 @@ def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterat
     new_texts = {f"{flag} {value}".rstrip() for flag, value in new}
     in_file, data = _substituted(in_file, places), _substituted(data, origin)
     for option in origin.dropped:
-        of = (
-            "phase"
-            if option.startswith("--set phases.")
-            else "source"
-            if option.startswith("--set sources.")
-            else "eval set"
-        )
+        section = option.removeprefix("--set ").strip().partition(".")[0]
+        of = {"phases": "phase", "sources": "source", "evalsets": "eval set"}[section]
         yield f"{origin.file}: has no such {of} any more: {option}, which the run remembers, is dropped"
     for place, option in origin.options.items():
         says = _at(in_file, place)
