@@ -23,6 +23,7 @@ from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.step import read_window
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run
 
 WORDS = {
     "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
@@ -282,15 +283,21 @@ def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(cor
         assert train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)["total_steps"] == end
         told = f"is finished: {end} of {end} steps. Nothing to do. It ended before train.steps because a source with"
         assert told in capsys.readouterr().out
-    # What the console then says to do.
-    data["sources"]["law"]["max_epochs"] = 0.1
+    # What the console and inspect then say to do: the rate decays before the early end too.
     before_decay = (end - 4) // 5 * 5
+    (tmp_path / "run/config.yaml").write_text("name: x")  # as the command writes it
+    inspected = inspect_run(load_run(tmp_path / "run"))
+    assert f" --resume {before_decay} --set sources.NAME.max_epochs=MORE" in inspected["commands"]["train longer"]
+    assert not inspected["longer_needs_jump"]
+    data["sources"]["law"]["max_epochs"] = 0.1
+    with pytest.raises(InputError, match="the learning rate jumps"):
+        train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)
     assert train(build_config(data), tmp_path / "run", resume=before_decay, store_dir=store)["total_steps"] > end
     out = capsys.readouterr().out
     assert re.search(
         r"  ended early  at step \d+ of 70: a source with on_exhaust: stop has been read max_epochs times\n", out
     )
-    assert " with a higher max_epochs of it, or another on_exhaust\n" in out
+    assert re.search(r"  resume from  \S+/\d+, before the rate's decay with a higher max_epochs of it, or another", out)
 
 
 def test_a_run_directory_in_use_is_refused_without_resume(corpus, store, whole):

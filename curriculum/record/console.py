@@ -192,14 +192,11 @@ class Console:
                 why = "too little text for a standard error"
                 risen["not judged"].append(f"{name} {value:+.4f} since {lost['best_phase']}, {why}")
         yield from (f"  {label:<12} {'; '.join(sets)}" for label, sets in risen.items() if sets)
-        if event["total_steps"] < event["train_steps"]:
-            steps = event["train_steps"]
-            at = f"at step {event['total_steps']} of {steps}"
+        early = event["total_steps"] < event["train_steps"]
+        if early:
+            at = f"at step {event['total_steps']} of {event['train_steps']}"
             yield f"  ended early  {at}: a source with on_exhaust: stop has been read max_epochs times"
-            how = f"with a higher max_epochs of it, or another on_exhaust{self._resume_hint('latest')}"
-            yield f"  resume from  {self._checkpoint} {how}"
-        else:
-            yield from self._longer()
+        yield from self._longer(early)
         val_loss = number(event["final_val_loss"])
         if event["gold_step"] is None and val_loss is not None and not math.isfinite(val_loss):
             yield f"  deploy       nothing: val is {loss(val_loss)}, and the run has no gold checkpoint"
@@ -217,13 +214,16 @@ class Console:
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
             yield f"               {tensorboard_link(self._run_dir)}"
 
-    def _longer(self) -> Iterator[str]:
-        """The lines on how to train a complete run for longer."""
+    def _longer(self, early: bool) -> Iterator[str]:
+        """The lines on how to train a complete run for longer; `early`: an exhausted source ended it."""
         newest, folder = self._checkpoint_step, self._run_dir / "checkpoints"
         step = longer_from(self._plan, {newest, *checkpoint_steps(folder)})
         resumed = "latest" if step in (None, newest) else str(step)
         before = "" if resumed == "latest" else ", before the rate's decay"
-        how = self._resume_hint(resumed, True) or " with more train.steps"
+        if early:
+            how = f" with a higher max_epochs of it, or another on_exhaust{self._resume_hint(resumed)}"
+        else:
+            how = self._resume_hint(resumed, True) or " with more train.steps"
         yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
         if step is None:
             yield "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,9 @@ def inspect_run(run: Run) -> dict[str, Any]:
     except InputError as error:
         problems += error.problems
     gold, trainer = last_gold(events), trained_by(path)
+    checkpoints = {place.name: checkpoint_steps(place) for place in run.directory.places}
+    steps = checkpoints["checkpoints"]
+    longer = longer_from(plan, steps)
     return {
         "name": run.name,
         "path": str(path),
@@ -102,10 +105,10 @@ def inspect_run(run: Run) -> dict[str, Any]:
         "samples": next(
             ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
         ),
-        "checkpoints": {place.name: checkpoint_steps(place) for place in run.directory.places},
+        "checkpoints": checkpoints,
         "superseded_bytes": _disk_bytes(run.directory.superseded),
-        "commands": _commands(run),
-        "longer_needs_jump": _longer_needs_jump(run),
+        "commands": _commands(run, checkpoints, longer),
+        "longer_needs_jump": bool(run.complete and steps) and longer is None,
         "problems": problems,
     }
 
@@ -201,8 +204,11 @@ def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> l
     return [edit for _, edit in sorted((planned | edits).items())]
 
 
-def _commands(run: Run) -> dict[str, str]:
-    """Commands to type next, keyed by what they do."""
+def _commands(run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | None) -> dict[str, str]:
+    """Commands to type next, keyed by what they do.
+
+    `checkpoints`: steps by place. `longer`: that from which a complete run can be trained for longer, None if none can.
+    """
     path, me = run.directory.path, program("curriculum")
     own = shlex.quote(str(path))
     own_model = run.resolved["model"] is None
@@ -211,19 +217,16 @@ def _commands(run: Run) -> dict[str, str]:
         commands["go on"] = f"{me} branch {own} --at {good} --run-dir NEW --set KEY=VALUE"
     elif run.directory.own_config.exists() and not run.diverged:
         go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, own_model=own_model)
-        if ended_early_of(run):
+        if run.complete:
+            step = "latest" if longer in (None, *checkpoints["checkpoints"][-1:]) else str(longer)
             more = ", with a higher max_epochs" if own_model else " --set sources.NAME.max_epochs=MORE"
-            commands["train longer"] = go_on() + more
-        elif run.complete:
-            steps = checkpoint_steps(run.directory.checkpoints)
-            step = longer_from(run.plan, steps)
-            commands["train longer"] = go_on("latest" if step in (None, *steps[-1:]) else str(step), True)
+            commands["train longer"] = go_on(step) + more if ended_early_of(run) else go_on(step, True)
         else:
             commands["go on"] = go_on()
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
     format_name = "safetensors" if own_model else "hf"
-    if any(checkpoint_steps(place) for place in run.directory.places):
+    if any(checkpoints.values()):
         commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
 
@@ -232,9 +235,3 @@ def ended_early_of(run: Run) -> int | None:
     """The steps that were asked for, if an exhausted source ended the run before; else None."""
     complete = run.complete
     return complete["train_steps"] if complete and complete["train_steps"] > complete["total_steps"] else None
-
-
-def _longer_needs_jump(run: Run) -> bool:
-    """Whether a run can be trained for longer only from checkpoints after the decay of its rate."""
-    steps = checkpoint_steps(run.directory.checkpoints)
-    return bool(run.complete and steps) and longer_from(run.plan, steps) is None
