@@ -83,37 +83,3 @@ def config_options(config_required: bool = True):
         return with_changes
 
     return decorate
-
-
-def process_options(command):
-    """Decorate a command with the options for several processes; it gets `launch` and `join_seconds`."""
-    from curriculum.train.processes.launch import JOIN_SECONDS, find_launch
-
-    @functools.wraps(command)
-    def with_launch(coordinator, num_processes, process_id, **options):
-        return command(launch=find_launch(coordinator, num_processes, process_id), **options)
-
-    options = [
-        click.option(
-            "--coordinator",
-            metavar="HOST:PORT",
-            help="Train in several processes, which connect there: the machine of process 0, and a free port of it. "
-            "Under SLURM and Open MPI the processes find each other.",
-        ),
-        click.option(
-            "--num-processes",
-            type=int,
-            help="Number of processes in the run; 1: this one alone.",
-        ),
-        click.option("--process-id", type=int, help="Index of this process, from 0."),
-        click.option(
-            "--join-seconds",
-            type=click.FloatRange(min=0),
-            default=JOIN_SECONDS,
-            show_default=True,
-            help="How long a process waits for the others to start.",
-        ),
-    ]
-    for option in reversed(options):
-        with_launch = option(with_launch)
-    return with_launch

@@ -9,9 +9,10 @@ import click
 
 from curriculum.cli.exits import stopped_runs
 from curriculum.cli.lasting import lasting
-from curriculum.cli.options import FOLDER, config_options, process_options
+from curriculum.cli.options import FOLDER, config_options
 from curriculum.config import load_config
 from curriculum.errors import InputError
+from curriculum.train.processes.launch import JOIN_SECONDS, find_launch
 from curriculum.train.resuming.remembered import config_going_on
 
 
@@ -28,14 +29,41 @@ from curriculum.train.resuming.remembered import config_going_on
     is_flag=True,
     help="With --resume: continue even if CONFIG contradicts what is already trained; the edit is recorded.",
 )
-@process_options
+@click.option(
+    "--coordinator",
+    metavar="HOST:PORT",
+    help="Train in several processes, which connect there: the machine of process 0, and a free port of it. Under "
+    "SLURM and Open MPI the processes find each other.",
+)
+@click.option("--num-processes", type=int, help="Number of processes in the run; 1: this one alone.")
+@click.option("--process-id", type=int, help="Index of this process, from 0.")
+@click.option(
+    "--join-seconds",
+    type=click.FloatRange(min=0),
+    default=JOIN_SECONDS,
+    show_default=True,
+    help="How long a process waits for the others to start.",
+)
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
-def command(config_path, changes, store_dir, run_dir, resume, accept_past, launch, join_seconds, dry_run):
+def command(
+    config_path,
+    changes,
+    store_dir,
+    run_dir,
+    resume,
+    accept_past,
+    coordinator,
+    num_processes,
+    process_id,
+    join_seconds,
+    dry_run,
+):
     """Train a run through its phases, or continue one.
 
     A run remembers the options that changed its config: they need not be given again with --resume. If CONFIG gives
     another value than one of them, a line says so.
     """
+    launch = find_launch(coordinator, num_processes, process_id)
     if accept_past and resume is None:
         raise InputError("--accept-past: a new run has no past; give --resume, or leave it out")
     if dry_run and resume is not None:
