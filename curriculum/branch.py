@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,7 @@ def branch(
     folders = _checkpoints(trunk.directory)
     checkpoint = _checkpoint_before(trunk, folders, at)
     step = int(checkpoint.name)
-    with _while_there(checkpoint):
-        saved = read_ledger(checkpoint)
+    saved = read_ledger(checkpoint)
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     newest = read_ledger(_newest_whole(folders, [s for s in folders if s > at]) or checkpoint)
     whole = Schedule(segments_from_json(newest["segments"]))
@@ -102,8 +100,12 @@ def branch(
     known = len(newest["history"]["rollbacks"])
     since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
     told = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]
-    with _while_there(checkpoint), made_whole(directory, trunk.directory) as made:
-        copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
+    try:
+        with made_whole(directory, trunk.directory) as made:
+            copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
+    except InputError:
+        check_there(checkpoint)  # a trunk that trains may have deleted it
+        raise
     if step == at:  # else the console shows it when the branch reaches `at`
         edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
         print(verdict(edit_event))
@@ -130,16 +132,6 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
         raise InputError(f"--run-dir {directory.path}: already holds a run; choose another{more}")
     if directory.path.exists() and any(directory.path.iterdir()):
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
-
-
-@contextmanager
-def _while_there(checkpoint: Path) -> Iterator[None]:
-    """Say of a checkpoint that cannot be read or copied, because a run that trains has deleted it, that it is gone."""
-    try:
-        yield
-    except InputError:
-        check_there(checkpoint)
-        raise
 
 
 def _num_lines(path: Path, num_bytes: int) -> int:

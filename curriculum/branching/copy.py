@@ -63,7 +63,8 @@ def copy_trunk(
     `told` are the events of that step that the trunk recorded after saving it. `rollbacks` are those that concern the
     branch; they replace the rollbacks of every ledger, which would else name data that the branch does not pass over.
     """
-    offsets = read_ledger(checkpoint)["offsets"]
+    saved = read_ledger(checkpoint)
+    offsets = saved["offsets"]
     made.create(setup.config, derived(setup), plain(setup.model.architecture))
     write_tokenizer(made, setup.corpus.tokenizer)
     for name in (EVENTS, METRICS):
@@ -77,7 +78,7 @@ def copy_trunk(
     if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
         events.append(("schedule_edit", branch_edit(setup)))
     if events:
-        record = Record(made.path, setup.course.tokens_at, read_ledger(checkpoint)["elapsed_s"])
+        record = Record(made.path, setup.course.tokens_at, saved["elapsed_s"])
         for name, event in events:
             record.event(name, step, **event)
         offsets = record.offsets()
