@@ -127,7 +127,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "num_evals": len(of_set),
             "detectable": detectable.get(name),
             "tolerance": tolerance_of(run, name),
-            "text": text_of(run, name),
+            "text": _origin_of(run, name),
             "warned": name in warned and name.partition("@")[0] in measured,
             "still_measured": name.partition("@")[0] in measured,
             "few_documents": documents_are_few(about[name.partition("@")[0]]),
@@ -136,23 +136,21 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def tolerance_of(run: Run, name: str) -> float:
-    """Nats per token by which an eval set may rise before it counts as worse, by the last config.
+    """Nats per token by which an eval set may rise before it counts as worse, by the last config."""
+    own = (declared_set(run, name) or {}).get("tolerance")
+    return run.resolved["evalsets"]["regression"]["tolerance"] if own is None else own
 
-    `name` is the set's name in the record.
-    """
+
+def declared_set(run: Run, name: str) -> dict[str, Any] | None:
+    """What the last config says of an eval set, by its name in the record; None if it does not have the set."""
     sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
-    own = (sets["primary"] if key == "primary" else sets["sets"].get(key, {})).get("tolerance")
-    return sets["regression"]["tolerance"] if own is None else own
+    return sets["primary"] if key == "primary" else sets["sets"].get(key)
 
 
-def text_of(run: Run, name: str) -> str | None:
-    """Where the text of an eval set comes from; None if the last config does not have the set.
-
-    `name` is the set's name in the record.
-    """
-    sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
-    described = sets["primary"] if key == "primary" else sets["sets"].get(key)
-    if not described:
+def _origin_of(run: Run, name: str) -> str | None:
+    """Where the text of an eval set comes from; None if the last config does not have the set."""
+    described = declared_set(run, name)
+    if described is None:
         return None
     if source := described.get("held_out_of"):
         return f"held out of {source}"

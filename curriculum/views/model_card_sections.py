@@ -39,7 +39,7 @@ from curriculum.record.wording import (
 from curriculum.run import Run
 from curriculum.run_directory import read_arrays
 from curriculum.views.compare import paired
-from curriculum.views.inspection import edits_of, tolerance_of
+from curriculum.views.inspection import declared_set, edits_of, tolerance_of
 from curriculum.views.inspection_text import by_eval, mixture_text, offender_in
 from curriculum.weights import Weights
 from evalsets.student import student_quantile
@@ -130,10 +130,10 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     worse: dict[str, list[str]] = {}
     for o in standing_regressions(judged):
         worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
-    rows, sets, begun_with = [], run.resolved["evalsets"], run.start["config"]["evalsets"]
+    rows, begun_with = [], run.start["config"]["evalsets"]["sets"]
     for name in [name for name in points if "@" not in name]:
         key = config_name(name)
-        described = sets["primary"] if key == "primary" else sets["sets"].get(key) or begun_with["sets"].get(key, {})
+        described = declared_set(run, name) or begun_with.get(key, {})
         origin = f"held out of {described['held_out_of']}" if described.get("held_out_of") else _place(described)
         facts = about.get(name, {})
         num_documents, num_windows, tokens = (facts.get(key, 0) for key in ("documents", "windows", "tokens"))
