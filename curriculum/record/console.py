@@ -118,9 +118,8 @@ class Console:
                 self._print(verdict(event), color=_COLORS["checkpoint_failed"])
             case "gold_blocked" | "gold_checkpoint" as kind:
                 before, self._blocked = self._blocked, event if kind == "gold_blocked" else None
-                if (
-                    None in (before, self._blocked) or event["guard"] != before["guard"]
-                ):  # else many would tell the same
+                again = before and self._blocked and before["guard"] == event["guard"]
+                if not again:  # many would tell the same
                     self._print(verdict(event))
             case "generation":
                 self._print(*sample_lines(event))

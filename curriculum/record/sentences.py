@@ -132,9 +132,10 @@ def share_moves(shares: Mapping[str, tuple[float, float]]) -> list[str]:
 def shape_moves(event: dict[str, Any]) -> list[str]:
     """The changes that a phase switch makes to the shape of updates, and what it passes over for them."""
     moves = []
-    for key, name in _SHAPE_NAMES.items():
+    for key in ("seq_len", "batch_size", "grad_accum", "rope_theta", "lr_scale"):
         was, now = event["shape_before"][key], event["shape_after"][key]
         if was != now:
+            name = {"rope_theta": "rope theta", "lr_scale": "rates x"}.get(key, key)
             moves.append(f"{name} {_of_shape(was)} → {_of_shape(now)}")
     return [*moves, *_left_out(event)]
 
@@ -150,15 +151,6 @@ def _of_shape(value: float | None) -> str:
     if value is None:
         return "the model's own"
     return f"{value:,.4g}" if value < 1000 else f"{value:,.10g}"
-
-
-_SHAPE_NAMES = {
-    "seq_len": "seq_len",
-    "batch_size": "batch_size",
-    "grad_accum": "grad_accum",
-    "rope_theta": "rope theta",
-    "lr_scale": "rates x",
-}
 
 
 def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) -> str:
