@@ -19,7 +19,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
 from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError, check_choice
-from curriculum.find_checkpoint import architecture_at, read_ledger
+from curriculum.find_checkpoint import architecture_at
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG
@@ -99,7 +99,7 @@ def export(
         target = replace(target, chat=_chat_of(directory, ledger, step))
 
     # Imports jax, which is slow, after all checks that do without it.
-    arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
+    arrays = _merged(directory, saved, architecture, ledger["lineage"]) if merge else _parameters(saved)
     if spoilt := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise InputError(
             f"{saved}: {len(spoilt)} of {len(arrays)} arrays, such as {spoilt[0]}, hold values that are not finite; "
@@ -119,7 +119,7 @@ def export(
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
                 _WRITERS[kind](folder, target, arrays, dtype, metadata)
-                described = _described(target, kind, dtype, step, weights, saved, merge)
+                described = _described(target, kind, dtype, step, weights, ledger, merge)
                 card = model_card(_with_record(directory), described)
                 (folder / "README.md").write_text(card, encoding="utf-8")
             if place == output:
@@ -141,7 +141,9 @@ def _parameters(saved: Path) -> dict[str, np.ndarray]:
     return _float32(load_params(saved))
 
 
-def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _merged(
+    directory: RunDirectory, saved: Path, architecture: Mapping[str, Any], lineage: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """The same for a checkpoint of adapters: the whole model with the adapters folded in."""
     from curriculum.model.lora import merged
     from curriculum.model.model import abstract_params
@@ -151,7 +153,8 @@ def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any
 
     model = ModelConfig.of(architecture)
     like = abstract_on_host(abstract_params(transformer(model)))
-    whole = whole_params(_with_record(directory).config, model, ledger_of(directory, saved)["lineage"], saved, like)
+    config = Run(directory, directory.resolved(), []).config
+    whole = whole_params(config, model, lineage, saved, like)
     return merged(_float32(whole), model)
 
 
@@ -254,18 +257,18 @@ def _write_peft(
     write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
-def _described(target: _Target, kind: str, dtype: str, step: int, weights: str, saved: Path, merged: bool) -> Exported:
-    """What the model card says about a folder."""
-    checkpoint = saved.parent
+def _described(
+    target: _Target, kind: str, dtype: str, step: int, weights: str, ledger: Mapping[str, Any], merged: bool
+) -> Exported:
+    """What the model card says about a folder; `ledger` is that of `ledger_of`."""
+    of = Weights.parse(weights)
     drawn = None
-    if (checkpoint / "ledger").is_dir():  # else it is a mean of several checkpoints
-        drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
+    if of.phase is None:  # else the ledger is that of another step
+        drawn = {name: source["tokens_drawn"] for name, source in ledger["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
     opens = target.chat is not None and opens_document(target.chat, target.tokenizer)
-    return Exported(
-        step, Weights.parse(weights), kind, dtype, target.config, drawn, opens_with, merged, target.chat, opens
-    )
+    return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.chat, opens)
 
 
 _WRITERS = {"hf": _write_hf, "gguf": _write_gguf, "peft": _write_peft}

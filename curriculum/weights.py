@@ -133,6 +133,6 @@ def find_saved(
 def ledger_of(directory: RunDirectory, arrays: Path) -> dict[str, Any]:
     """The ledger of the checkpoint that holds `arrays`; for a mean of several, that of the run's latest checkpoint."""
     checkpoint = arrays.parent
-    if not (checkpoint / "ledger").is_dir():
+    if checkpoint.parent == directory.averages:
         _, checkpoint = find_checkpoint(directory, "latest", part="ledger/")
     return read_ledger(checkpoint)
