@@ -105,14 +105,7 @@ def _head(model: Model, params: Params, multiple: int) -> tuple[jax.Array, int |
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sum_nats(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
-    kernel_VD = kernel_VD.astype(features_BTD.dtype)
-
-    def chunk_nats(chunk):
-        features_BtD, targets_Bt = chunk
-        return _nats(_logits(features_BtD, kernel_VD, None), num_ids, targets_Bt)[0]
-
-    nats_BT = jnp.where(loss_mask_BT, _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD, row_shards), 0)
-    return nats_BT.sum(), nats_BT.sum(axis=1)
+    return _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT)[0]
 
 
 def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
