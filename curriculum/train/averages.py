@@ -31,7 +31,7 @@ from curriculum.scheduling import mean_steps
 from curriculum.train.abstract import abstract_of, zeros
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.checkpoints.folder import Checkpoints
-from curriculum.train.mesh import constrain, place_state
+from curriculum.train.mesh import constrain
 from curriculum.train.processes.together import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
@@ -55,7 +55,7 @@ def averages_at(
         return averages, []
     # It exists if the run continues from here and has new sets to measure.
     if from_first(lambda: _end(folder / phase)) == done:
-        averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
+        averages[PHASE_MEAN] = load_params(folder / phase / "params", state.params)
         return averages, []
     planned = mean_steps(setup.config, start, done, schedule.total_steps)
     others = from_first(lambda: [[s, *_found(directory, s)] for s in planned if s != done])
