@@ -154,22 +154,15 @@ def adamw(config: OptimConfig) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101), decaying `matrices` only."""
     import optax
 
-    return optax.chain(
-        optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=config.adam.nesterov),
-        optax.add_decayed_weights(config.weight_decay, mask=matrices),
-        optax.scale(-1.0),
-    )
+    nesterov, decay = config.adam.nesterov, config.weight_decay
+    return optax.adamw(1.0, config.b1, config.b2, config.eps, weight_decay=decay, mask=matrices, nesterov=nesterov)
 
 
 def lion(config: OptimConfig) -> optax.GradientTransformation:
     """Lion (arXiv:2302.06675), decaying `matrices` only."""
     import optax
 
-    return optax.chain(
-        optax.scale_by_lion(config.lion.b1, config.lion.b2),
-        optax.add_decayed_weights(config.weight_decay, mask=matrices),
-        optax.scale(-1.0),
-    )
+    return optax.lion(1.0, config.lion.b1, config.lion.b2, weight_decay=config.weight_decay, mask=matrices)
 
 
 def muon(config: OptimConfig) -> optax.GradientTransformation:
@@ -200,8 +193,8 @@ def muon(config: OptimConfig) -> optax.GradientTransformation:
         optax.add_decayed_weights(config.weight_decay * own.weight_decay_mult),
         optax.scale(-own.lr_scale),
     )
-    rest = {"adamw": adamw, "lion": lion}[own.rest]
-    return optax.partition({"muon": projections, "rest": rest(config)}, lambda params: muon_partition(params, own))
+    rest = OPTIMIZERS[own.rest](config)
+    return optax.partition({"muon": projections, "rest": rest}, lambda params: muon_partition(params, own))
 
 
 def sophia(config: OptimConfig) -> optax.GradientTransformation:
