@@ -68,16 +68,7 @@ def read_hf_config(folder: str | os.PathLike) -> ModelConfig:
 
     Raises InputError that lists all that this program does not compute as transformers does.
     """
-    return _read(Path(folder))[0]
-
-
-def hf_model_type(folder: str | os.PathLike) -> str:
-    """`model_type` of a folder that `read_hf_config` accepts."""
-    return _read(Path(folder))[1]
-
-
-def _read(folder: Path) -> tuple[ModelConfig, str]:
-    keys = _Keys(folder / HF_CONFIG)
+    keys = _Keys(Path(folder) / HF_CONFIG)
     model_type = keys.data.get("model_type")
     if not isinstance(model_type, str) or model_type not in CLASSES:
         raise InputError(
@@ -92,7 +83,12 @@ def _read(folder: Path) -> tuple[ModelConfig, str]:
             keys.problem("", f"as {name or 'a model'}: {message}")
     if keys.problems:
         raise InputError(*keys.problems)
-    return shortest(resolve_model(section, fields["vocab_size"])), model_type
+    return shortest(resolve_model(section, fields["vocab_size"]))
+
+
+def hf_model_type(folder: str | os.PathLike) -> str:
+    """`model_type` of a folder that `read_hf_config` accepts."""
+    return _Keys(Path(folder) / HF_CONFIG).data["model_type"]
 
 
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
