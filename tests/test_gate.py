@@ -38,7 +38,7 @@ def test_it_gets_the_path_as_its_last_argument_and_no_shell(tmp_path, monkeypatc
         os.close(stdin)
         os.close(read_end)
     path = str(tmp_path / "gold/40")
-    assert verdict == GateVerdict(False, None, repr((["--most", "1 2", "$HOME", "*", path], "")))
+    assert verdict == GateVerdict(None, repr((["--most", "1 2", "$HOME", "*", path], "")))
     monkeypatch.chdir(tmp_path)
     relative = run_gate(f"{shlex.quote(sys.executable)} gate.py", "gold/40", 30)
     assert relative.reason == repr(([path], ""))  # absolute, and the command ran in the working folder
@@ -47,26 +47,26 @@ def test_it_gets_the_path_as_its_last_argument_and_no_shell(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
-        ('{"accept": true}', GateVerdict(True, None, None)),
-        ('\n {"accept": true, "score": 2, "more": [1]} \n', GateVerdict(True, 2.0, None)),
-        ('{"accept": true, "score": -0.5, "reason": "fine"}', GateVerdict(True, -0.5, None)),
-        ('{"accept": true, "score": null, "reason": null}', GateVerdict(True, None, None)),
-        ('{"accept": false, "reason": "too\\nrude", "score": 0.5}', GateVerdict(False, 0.5, "too rude")),
-        ('{"accept": false}', GateVerdict(False, None, "vetoed without a reason")),
-        ("", GateVerdict(False, None, "expected a JSON object on stdout, got nothing: and this on stderr")),
-        ("fine", GateVerdict(False, None, "expected a JSON object on stdout, got fine: and this on stderr")),
-        ('log\n{"accept": true}', GateVerdict(False, None, 'expected a JSON object on stdout, got log {"accept": true}: and this on stderr')),
-        ("[true]", GateVerdict(False, None, "expected a JSON object on stdout, got [true]")),
-        ("{}", GateVerdict(False, None, 'expected "accept": true or false, got none')),
-        ('{"accept": 1}', GateVerdict(False, None, 'expected "accept": true or false, got 1.0')),
-        ('{"accept": "yes"}', GateVerdict(False, None, 'expected "accept": true or false, got "yes"')),
-        ('{"accept": true, "reason": 3}', GateVerdict(False, None, 'expected text as "reason", got 3.0')),
-        ('{"accept": true, "score": "3"}', GateVerdict(False, None, 'expected a finite number as "score", got "3"')),
-        ('{"accept": true, "score": true}', GateVerdict(False, None, 'expected a finite number as "score", got true')),
-        ('{"accept": true, "score": NaN}', GateVerdict(False, None, 'expected a finite number as "score", got NaN')),
-        ('{"accept": true, "score": 1' + 5000 * "0" + "}", GateVerdict(False, None, 'expected a finite number as "score", got Infinity')),
-        ("[" * 200000, GateVerdict(False, None, "expected a JSON object on stdout, got ..." + "[" * 300 + ": and this on stderr")),
-        ('{"accept": true, "score": 1e999}', GateVerdict(False, None, 'expected a finite number as "score", got Infinity')),
+        ('{"accept": true}', GateVerdict(None, None)),
+        ('\n {"accept": true, "score": 2, "more": [1]} \n', GateVerdict(2.0, None)),
+        ('{"accept": true, "score": -0.5, "reason": "fine"}', GateVerdict(-0.5, None)),
+        ('{"accept": true, "score": null, "reason": null}', GateVerdict(None, None)),
+        ('{"accept": false, "reason": "too\\nrude", "score": 0.5}', GateVerdict(0.5, "too rude")),
+        ('{"accept": false}', GateVerdict(None, "vetoed without a reason")),
+        ("", GateVerdict(None, "expected a JSON object on stdout, got nothing: and this on stderr")),
+        ("fine", GateVerdict(None, "expected a JSON object on stdout, got fine: and this on stderr")),
+        ('log\n{"accept": true}', GateVerdict(None, 'expected a JSON object on stdout, got log {"accept": true}: and this on stderr')),
+        ("[true]", GateVerdict(None, "expected a JSON object on stdout, got [true]")),
+        ("{}", GateVerdict(None, 'expected "accept": true or false, got none')),
+        ('{"accept": 1}', GateVerdict(None, 'expected "accept": true or false, got 1.0')),
+        ('{"accept": "yes"}', GateVerdict(None, 'expected "accept": true or false, got "yes"')),
+        ('{"accept": true, "reason": 3}', GateVerdict(None, 'expected text as "reason", got 3.0')),
+        ('{"accept": true, "score": "3"}', GateVerdict(None, 'expected a finite number as "score", got "3"')),
+        ('{"accept": true, "score": true}', GateVerdict(None, 'expected a finite number as "score", got true')),
+        ('{"accept": true, "score": NaN}', GateVerdict(None, 'expected a finite number as "score", got NaN')),
+        ('{"accept": true, "score": 1' + 5000 * "0" + "}", GateVerdict(None, 'expected a finite number as "score", got Infinity')),
+        ("[" * 200000, GateVerdict(None, "expected a JSON object on stdout, got ..." + "[" * 300 + ": and this on stderr")),
+        ('{"accept": true, "score": 1e999}', GateVerdict(None, 'expected a finite number as "score", got Infinity')),
     ],
 )  # fmt: skip
 def test_its_answer(tmp_path, answer, verdict):
@@ -77,7 +77,7 @@ def test_a_failure_is_a_veto_with_the_end_of_stderr(tmp_path):
     accept = json.dumps({"accept": True})
     code = f"import sys\nprint({accept!r})\nprint('x' * 2000 + '\\nno\\tdisk', file=sys.stderr)\nsys.exit(3)"
     verdict = gate(tmp_path, code)
-    assert not verdict.accept and verdict.reason.startswith("exit code 3: ...xxx")
+    assert verdict.reason.startswith("exit code 3: ...xxx")
     assert verdict.reason.endswith("x no disk") and len(verdict.reason) < 400
     assert gate(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)").reason == "ended by signal 15"
     assert gate(tmp_path, "import sys\nsys.exit(1)").reason == "exit code 1"
@@ -86,7 +86,7 @@ def test_a_failure_is_a_veto_with_the_end_of_stderr(tmp_path):
 
 def test_what_cannot_be_run_is_a_veto(tmp_path):
     verdict = run_gate(f"{shlex.quote(str(tmp_path / 'none here'))} x", tmp_path, 30)
-    assert not verdict.accept and verdict.reason.startswith(f"{tmp_path / 'none here'} cannot be run: ")
+    assert verdict.reason.startswith(f"{tmp_path / 'none here'} cannot be run: ")
     assert "No such file" in verdict.reason
     (tmp_path / "text").write_text("not a program")
     assert "Permission denied" in run_gate(str(tmp_path / "text"), tmp_path, 30).reason
@@ -97,7 +97,7 @@ def test_one_that_takes_too_long_is_killed_with_all_it_started(tmp_path):
     # Of the shell: an interpreter that starts may take longer than that on a busy machine.
     script = f"sleep 600 & echo $! > {shlex.quote(str(tmp_path / 'pid'))}; echo half way >&2; sleep 600"
     verdict = run_gate(f"sh -c {shlex.quote(script)}", tmp_path / "gold" / "40", 1.5)
-    assert verdict == GateVerdict(False, None, "not done after 1.5 s: half way")
+    assert verdict == GateVerdict(None, "not done after 1.5 s: half way")
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -108,7 +108,7 @@ child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(6
 open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))
 print('{{"accept": true}}')
 """
-    assert gate(tmp_path, code).accept  # which says, too, that it was not stopped after its 30 seconds
+    assert gate(tmp_path, code).reason is None  # which says, too, that it was not stopped after its 30 seconds
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -119,7 +119,7 @@ def test_one_that_may_not_be_killed_is_neither_an_error_nor_waited_for(tmp_path,
         raise PermissionError
 
     monkeypatch.setattr(os, "killpg", refused)
-    assert gate(tmp_path, "print('{\"accept\": true}')").accept
+    assert gate(tmp_path, "print('{\"accept\": true}')").reason is None
     begun = time.monotonic()
     assert run_gate("sh -c 'sleep 5'", tmp_path, 0.2).reason.startswith("not done after 0.2 s")
     assert time.monotonic() - begun < 4

@@ -21,7 +21,6 @@ _LOOK_SECONDS = 0.2
 class GateVerdict(NamedTuple):
     """`reason`: why the gate vetoes, in one line; None if it accepts. `score`: lower is better; None if not given."""
 
-    accept: bool
     score: float | None
     reason: str | None
 
@@ -87,13 +86,11 @@ def _read(verdict: Any) -> GateVerdict:
         return _veto(f'expected text as "reason", got {json.dumps(reason)[:_END_CHARACTERS]}')
     if score is not None and not (isinstance(score, float) and math.isfinite(score)):
         return _veto(f'expected a finite number as "score", got {json.dumps(score)[:_END_CHARACTERS]}')
-    if accept:
-        return GateVerdict(True, score, None)
-    return GateVerdict(False, score, _one_line(reason or "") or "vetoed without a reason")
+    return GateVerdict(score, None if accept else _one_line(reason or "") or "vetoed without a reason")
 
 
 def _veto(what: str, stderr: str = "") -> GateVerdict:
-    return GateVerdict(False, None, f"{what}: {stderr}" if stderr else what)
+    return GateVerdict(None, f"{what}: {stderr}" if stderr else what)
 
 
 def _end(file: Any) -> str:

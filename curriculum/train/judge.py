@@ -189,7 +189,7 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
                 return f"it damaged the checkpoint gold/{step}: {why}", None, None, False
             if answer is None:
                 return None, None, stop.received, True
-            return (None if answer.accept else answer.reason), answer.score, None, True
+            return answer.reason, answer.score, None, True
 
         reason, score, stopped_by, whole = from_first(answered)
         if whole and step == done:
