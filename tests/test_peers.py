@@ -12,8 +12,8 @@ from started import ended, free_port, start
 
 from curriculum.errors import InputError
 from curriculum.train.processes import peers
+from curriculum.train.processes.connections import frame
 from curriculum.train.processes.launch import Launch
-from curriculum.train.processes.messages import frame
 from curriculum.train.processes.peers import Peers
 
 

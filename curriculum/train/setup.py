@@ -32,7 +32,7 @@ from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
 from curriculum.train.mesh import introduce, make_mesh, row_shards
-from curriculum.train.processes.together import by_gloo, check_same, first_then_all, share_folder
+from curriculum.train.processes.together import check_same, count, first_then_all, share_folder
 from curriculum.train.resuming.start import Start
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
@@ -169,7 +169,7 @@ def build(
     states = States(config, mesh, model, architecture, frozen, start.base, course.plan.sources)
     compiled = Compiled(states, corpus)
     check_same(lambda: _agreed(config, corpus, course.schedule, lineage))
-    if by_gloo():
+    if count() > 1 and jax.default_backend() == "cpu":  # by gloo
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
     num_shapes = len(course.shapes_from(trained))

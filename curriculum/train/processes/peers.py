@@ -17,9 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from curriculum.errors import InputError
+from curriculum.train.processes.connections import frame, free_port, keep_alive, listening, read_message, written
 from curriculum.train.processes.launch import Launch
-from curriculum.train.processes.messages import frame, read_message
-from curriculum.train.processes.sockets import free_port, keep_alive, listening, written
 
 GRACE_SECONDS = 5.0  # for a process to end by itself when another ends with an error, which it may have too
 _OFF_SECONDS = 3.0  # that a process may take to end after that

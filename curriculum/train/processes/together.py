@@ -21,6 +21,7 @@ from typing import Any
 
 from curriculum.errors import InputError, is_out_of_memory
 from curriculum.train.device import missing_flags
+from curriculum.train.processes.connections import is_loopback
 from curriculum.train.processes.launch import JOIN_SECONDS, Launch
 from curriculum.train.processes.peers import Peers
 
@@ -41,13 +42,6 @@ def count() -> int:
     return 1 if _peers is None else _peers.count
 
 
-def by_gloo() -> bool:
-    """Whether the processes of this run communicate by gloo, as on CPUs."""
-    import jax
-
-    return count() > 1 and jax.default_backend() == "cpu"
-
-
 def is_first() -> bool:
     """Whether this is process 0, which writes the record."""
     return _peers is None or _peers.index == 0
@@ -65,7 +59,7 @@ def from_first(make: Callable[[], Any]) -> Any:
         try:
             value = make()
         except InputError as error:
-            error.in_every_process = True
+            _agreed(error)
             _peers.from_first({"input_error": True})
             raise
         except OSError as error:
@@ -75,9 +69,7 @@ def from_first(make: Callable[[], Any]) -> Any:
         return value
     told = _peers.from_first()
     if "input_error" in told:
-        error = InputError()
-        error.in_every_process = True
-        raise error
+        raise _agreed(InputError())
     if "os_error" in told:
         raise OSError(*told["os_error"])
     return told["value"]
@@ -153,9 +145,7 @@ def share_folder(folder: Path) -> bool:
 def _refuse(problems: Sequence[str]) -> None:
     """Raise InputError for problems that every process knows of, if there are any; process 0 has the messages."""
     if problems:
-        error = InputError(*(problems if is_first() else ()))
-        error.in_every_process = True
-        raise error
+        raise _agreed(InputError(*(problems if is_first() else ())))
 
 
 @contextmanager
@@ -240,7 +230,7 @@ def _start_jax(launch: Launch, address: str) -> None:
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing_flags(given, [_IN_ORDER])])
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from the run
-    loopback = {"coordinator_bind_address": address} if address.startswith(("127.", "localhost", "[::1]")) else {}
+    loopback = {"coordinator_bind_address": address} if is_loopback(launch.host) else {}
     jax.distributed.initialize(
         address,
         launch.num_processes,
@@ -261,6 +251,11 @@ def _part() -> None:
     _peers.gather()
     jax.distributed.shutdown()
     _peers.close()
+
+
+def _agreed(error: InputError) -> InputError:
+    error.in_every_process = True
+    return error
 
 
 def _is_agreed(error: BaseException) -> bool:
