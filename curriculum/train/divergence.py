@@ -15,14 +15,12 @@ from curriculum.record.queries import acts_of
 from curriculum.run_directory import RunDirectory
 from curriculum.train.bases import base_again
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
-from curriculum.train.guard import Guard
 from curriculum.train.processes.together import from_first
 from curriculum.train.resuming.edits import gone_back
 from curriculum.train.resuming.going_back import Rollback
 from curriculum.train.resuming.resumed import Resumed, newest_whole, resumed_by_first, to_resume
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup
-from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused
 
 _SHOWN = 5  # bad values, or metrics rows before them, that a summary uses
@@ -171,7 +169,8 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
     lines = [
         f"training diverged at step {done} of {course.total_steps} (phase {course.phase_at(done)}, learning rate "
         f"{course.rate_at(done):.3g}): {divergence.reason}",
-        f"  skipped      {_counts(state)}",
+        f"  skipped      {int(state.skipped_updates)} updates in all: {int(guard.num_nonfinite)} not finite, "
+        f"{int(guard.num_outliers)} beyond the window",
         f"  loss         {_course(guard.losses_W, first, done, [row['loss'] for row in rows])}",
         f"  grad norm    {_course(guard.grad_norms_W, first, done, [row['grad_norm'] for row in rows])}",
     ]
@@ -194,14 +193,6 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
         lines.append(f"               from the last good step on: {command} --set optim.allow_jump=true")
         lines.append("               (allow_jump: lets the learning rate fall to less than half at once)")
     return "\n".join(lines)
-
-
-def _counts(state: TrainState) -> str:
-    guard: Guard = state.guard
-    return (
-        f"{int(state.skipped_updates)} updates in all: {int(guard.num_nonfinite)} not finite, "
-        f"{int(guard.num_outliers)} beyond the window"
-    )
 
 
 def _course(values_W: np.ndarray, first_bad: int, done: int, rows: Sequence[float | str | None]) -> str:

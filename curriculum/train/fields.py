@@ -23,6 +23,9 @@ from evalsets.metrics import Summary, WindowResults, clusters, summarise
 from phases.rates import rate_spans
 from phases.schedule import Schedule
 
+# Of the point where a run branched off: the trunk, its step, a name of its own, and the same of the trunk or None.
+_BRANCH_POINT = ("run", "step", "id", "branched_from")
+
 
 def training_start(setup: Setup) -> dict[str, Any]:
     return {
@@ -106,7 +109,7 @@ def derived(setup: Setup) -> dict[str, Any]:
         "phases": list(describe_phases(schedule, setup.config)),
         "learning_rate": [{**span._asdict(), "piece": asdict(span.piece)} for span in rate_spans(schedule)],
         "lineage": setup.lineage,
-        **({} if branch is None else {"branched_from": branch_point(branch)}),
+        **({} if branch is None else {"branched_from": {key: branch[key] for key in _BRANCH_POINT}}),
     }
 
 
@@ -114,14 +117,6 @@ def _sizes(setup: Setup) -> dict[str, int]:
     """How many parameters the model has; and, if adapters are trained, how many are trained."""
     sizes = {"num_parameters": num_parameters(setup.model)}
     return sizes if setup.states.frozen is None else {**sizes, "num_trained": count(setup.states.like.params)}
-
-
-def branch_point(branch: Mapping[str, Any]) -> dict[str, Any]:
-    """What identifies the point where a run branched off: the trunk (`run`), its `step` and a unique `id`.
-
-    `branched_from` is the same of the trunk itself, None if that is no branch.
-    """
-    return {key: branch[key] for key in ("run", "step", "id", "branched_from")}
 
 
 def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any]]:

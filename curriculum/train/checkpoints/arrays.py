@@ -58,10 +58,30 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
         check_there(folder.parent)
     if not (folder / "_METADATA").exists():
         raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
-    return _read(folder, like)
+    try:
+        return _restore(folder, like)
+    except Exception as error:
+        # If an array's bytes are missing, orbax raises the class Exception itself; others are not about the file.
+        if isinstance(error, InputError) or not (
+            type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
+        ):
+            raise
+        if folder.parent.name.isdecimal():
+            check_there(folder.parent)
+        cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
+        what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
+        del cause
+    # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: once collected,
+    # each would print a traceback.
+    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    gc.collect()
+    sys.unraisablehook = told
+    message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
+    raise InputError(f"{message} from a copy")
 
 
 def _restore(folder: Path, like: Any) -> Any:
+    """The saved arrays, placed as `load_params` says. Raises what orbax raises, and InputError for other arrays."""
     import orbax.checkpoint as ocp
 
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
@@ -93,27 +113,3 @@ def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str,
             f"{folder}: array {name}: got {saved.get(name)}, expected {expected.get(name)}"
             f"{f' ({len(more)} more differ)' if more else ''}; use a checkpoint of this model and optimizer"
         )
-
-
-def _read(folder: Path, like: Any) -> Any:
-    """Do what `_restore` does. Raises InputError if the saved arrays of the folder cannot be read."""
-    try:
-        return _restore(folder, like)
-    except Exception as error:
-        # If an array's bytes are missing, orbax raises the class Exception itself; others are not about the file.
-        if isinstance(error, InputError) or not (
-            type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
-        ):
-            raise
-        if folder.parent.name.isdecimal():
-            check_there(folder.parent)
-        cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
-        what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
-        del cause
-    # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: once collected,
-    # each would print a traceback.
-    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    gc.collect()
-    sys.unraisablehook = told
-    message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
-    raise InputError(f"{message} from a copy")
