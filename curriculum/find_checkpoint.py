@@ -1,7 +1,8 @@
-"""Finding a run's checkpoint by what the user calls it, and reading its ledger."""
+"""Finding a run's checkpoint or mean by what the user calls it, and reading its ledger."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from curriculum.record.events import EVENTS, last_gold, read_events
 from curriculum.run_directory import RunDirectory, names_in, read_json, step_folders
 
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
+MEAN_SIDECAR = "mean.json"  # beside the arrays of a phase's mean
 
 
 def find_checkpoint(
@@ -80,6 +82,22 @@ def find_checkpoint(
         raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; available: {there}")
     whole = next((folder for folder in folders if damage(folder, part) is None), None)
     return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
+
+
+def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
+    """(step at which the phase ended, folder of the arrays) of a phase's mean.
+
+    Raises InputError if there is none or it is damaged.
+    """
+    if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{MEAN_SIDECAR}")}):
+        names = ", ".join(sorted(there)) or "none"
+        raise InputError(
+            f"{folder}: no mean of phase {phase!r}; available: {names} (averages.phase_mean makes one at the end of a "
+            "phase with two checkpoints or more)"
+        )
+    if why := damage(folder / phase):
+        raise InputError(f"{folder / phase}: is damaged: {why}; restore it from a copy, or use a checkpoint")
+    return json.loads(there[phase].read_text())["end"], folder / phase / "params"
 
 
 def is_step(text: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
-from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger
+from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, mean_of_phase, read_ledger
 from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.run_directory import RunDirectory
 
@@ -80,8 +80,6 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
     if of.phase is not None:
         if step is not None:
             raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
-        from curriculum.train.averages import mean_of_phase
-
         return mean_of_phase(directory.averages, of.phase)
     item = of.average or "params"
     step, checkpoint = find_checkpoint(directory, step, part=("ledger/", f"{item}/"))

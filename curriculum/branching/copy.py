@@ -16,11 +16,10 @@ from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.disk.manifest import damage, update_manifest
 from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import checkpoint_steps, read_ledger
+from curriculum.find_checkpoint import MEAN_SIDECAR, checkpoint_steps, read_ledger
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
 from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_tokenizer
-from curriculum.train.averages import SIDECAR
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.resuming import ledger
 from curriculum.train.setup import Setup
@@ -103,9 +102,9 @@ def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:
         folder = trunk.averages / name
         if name.startswith("."):  # one that is being written
             continue
-        if why := damage(folder, SIDECAR):
+        if why := damage(folder, MEAN_SIDECAR):
             print(f"{folder}: is damaged: {why}; the branch is made without it", file=sys.stderr)
-        elif read_json(folder / SIDECAR)["end"] <= step:
+        elif read_json(folder / MEAN_SIDECAR)["end"] <= step:
             link_or_copy(made.averages / name, folder)
 
 

@@ -22,7 +22,7 @@ from curriculum.disk.append import is_disk_error, tell
 from curriculum.disk.durable import rename_whole
 from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.find_checkpoint import MEAN_SIDECAR, checkpoint_steps
 from curriculum.model.model import Params
 from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.record.wording import listed
@@ -35,8 +35,6 @@ from curriculum.train.mesh import constrain
 from curriculum.train.processes.together import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
-
-SIDECAR = "mean.json"
 
 
 def averages_at(
@@ -118,30 +116,14 @@ def _add(mesh: Mesh, mean: Params, params: Params, num: jax.Array) -> Params:
     return constrain(mesh, jax.tree.map(lambda m, p: m + p / num, mean, params))
 
 
-def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
-    """(step at which the phase ended, folder of the arrays) of a phase's mean.
-
-    Raises InputError if there is none or it is damaged.
-    """
-    if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{SIDECAR}")}):
-        names = ", ".join(sorted(there)) or "none"
-        raise InputError(
-            f"{folder}: no mean of phase {phase!r}; available: {names} (averages.phase_mean makes one at the end of a "
-            "phase with two checkpoints or more)"
-        )
-    if why := damage(folder / phase):
-        raise InputError(f"{folder / phase}: is damaged: {why}; restore it from a copy, or use a checkpoint")
-    return json.loads(there[phase].read_text())["end"], folder / phase / "params"
-
-
 def set_aside_means_after(directory: RunDirectory, step: int) -> None:
     """Move the means of phases that end after `step`, and damaged ones, to `superseded/`: they will be made again.
 
     Their arrays are verified when they are used: reading all of them here would delay a large run.
     """
     target = directory.superseded / "averages"
-    for path in directory.averages.glob(f"*/{SIDECAR}"):
-        if (end := _end(path.parent, SIDECAR)) is None or end > step:
+    for path in directory.averages.glob(f"*/{MEAN_SIDECAR}"):
+        if (end := _end(path.parent, MEAN_SIDECAR)) is None or end > step:
             shutil.rmtree(target / path.parent.name, ignore_errors=True)
             target.mkdir(parents=True, exist_ok=True)
             path.parent.rename(target / path.parent.name)
@@ -149,7 +131,7 @@ def set_aside_means_after(directory: RunDirectory, step: int) -> None:
 
 def _end(folder: Path, part: str = "") -> int | None:
     """The step at which the phase of a mean ended; None if `part` of the mean does not verify, as in `damage`."""
-    return json.loads((folder / SIDECAR).read_text())["end"] if damage(folder, part) is None else None
+    return json.loads((folder / MEAN_SIDECAR).read_text())["end"] if damage(folder, part) is None else None
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
@@ -165,7 +147,7 @@ def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
         save_params((unfinished / "params").absolute(), mean)
         if not is_first():
             return
-        (unfinished / SIDECAR).write_text(json.dumps(sidecar) + "\n")
+        (unfinished / MEAN_SIDECAR).write_text(json.dumps(sidecar) + "\n")
         write_manifest(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         rename_whole(unfinished, folder)
