@@ -146,7 +146,7 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
 
     `resumption`: (name, event) pairs that record how the run continues. Returns the sets that raised an alarm here.
     """
-    setup, schedule, step = run.setup, run.setup.course.schedule, resumed_step or 0
+    setup = run.setup
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
         _make_ready(run, 0)
@@ -155,13 +155,22 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
             generate(run, 0)  # what the model it begins from writes
         run.keep(0, verdict.keep)
     for name, event in resumption:
-        run.record.event(name, step, **event)
-    if resumed_step is not None:
-        _make_ready(run, step)
-    # The record lacks the switch if the run had ended at this step, or if an edited config begins a phase here; and the
-    # last row and eval, if the config now ends the run here.
+        run.record.event(name, resumed_step or 0, **event)
+    if resumed_step is None:
+        return ()
+    _make_ready(run, resumed_step)
+    return _catch_up(run, resumed_step)
+
+
+def _catch_up(run: Running, step: int) -> Sequence[str]:
+    """Record and measure what the record lacks of the step that the run continues from; return the sets that got worse.
+
+    That is the switch, if the run had ended at this step or an edited config begins a phase here; the last row and
+    eval, if the config now ends the run here; and the first eval of new sets.
+    """
+    setup, schedule = run.setup, run.setup.course.schedule
     ends = step == schedule.total_steps
-    switches = resumed_step is not None and not ends and run.history.phase != schedule.segment_at(step).phase
+    switches = not ends and run.history.phase != schedule.segment_at(step).phase
     if ends and run.history.row_step < step:  # the config now ends the run between two rows
         log(run, step)
     measured = run.results.read(step) if switches or ends else None
@@ -280,12 +289,12 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is made from saved checkpoints, and written after the saves under way.
             run.settle(done)
-        averages, missing = averages_at(setup, done, run.state, run.directory)
+        averages, notes = averages_at(setup, done, run.state, run.directory)
         averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         run.history, evaluated = run.history.with_eval(setup, done, results)
-        evaluated = evaluated._replace(notes=[*evaluated.notes, *missing])
+        evaluated = evaluated._replace(notes=[*evaluated.notes, *notes])
         run.record.event("eval", done, **fields.eval_event(setup, done, evaluated, averaged, duration_s))
     return evaluated
 
