@@ -318,12 +318,9 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
     if section.dropout is not None and not 0 <= section.dropout < 1:
         problems.append(("dropout", f"got {section.dropout}, expected 0 or more and below 1"))
     if vocab_size is not None and section.vocab_size is not None and section.vocab_size < vocab_size:
+        expected = f"at least the tokenizer's {vocab_size}"
         problems.append(
-            (
-                "vocab_size",
-                f"got {section.vocab_size}, expected at least the tokenizer's {vocab_size}; leave it out to use the "
-                "tokenizer's",
-            )
+            ("vocab_size", f"got {section.vocab_size}, expected {expected}; leave it out to use the tokenizer's")
         )
     if section.num_ids is not None:
         rows, fewest = section.vocab_size or vocab_size, vocab_size or 1
@@ -336,27 +333,22 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
     if problems:
         return problems
 
-    n_head, n_kv_head, d_model = given["n_head"], given["n_kv_head"], given["d_model"]
-    d_head = given.get("d_head")
-    if d_head is not None:
-        if d_head % 2 and given.get("pos_encoding", "rope") == "rope":
-            problems.append(("d_head", f"got {d_head}, expected an even number: rope rotates pairs"))
-    elif d_model % n_head:
+    config = ModelConfig(**{"vocab_size": 1} | given)
+    n_head, d_model, d_head = config.n_head, config.d_model, config.d_head
+    odd = config.pos_encoding == "rope" and config.head_width % 2
+    if d_head is None and d_model % n_head:
         problems.append(("n_head", f"got {n_head}, expected a divisor of d_model {d_model}"))
-    elif given.get("pos_encoding", "rope") == "rope" and d_model // n_head % 2:
-        problems.append(
-            (
-                "n_head",
-                f"got {n_head} for d_model {d_model}, a head width of {d_model // n_head}; rope rotates pairs and "
-                "needs an even one: change n_head or d_model, or set pos_encoding: learned",
-            )
-        )
-    if n_head % n_kv_head:
-        problems.append(("n_kv_head", f"got {n_kv_head}, expected a divisor of n_head {n_head}"))
+    elif odd and d_head is None:
+        got = f"got {n_head} for d_model {d_model}, a head width of {config.head_width}"
+        fix = "change n_head or d_model, or set pos_encoding: learned"
+        problems.append(("n_head", f"{got}; rope rotates pairs and needs an even one: {fix}"))
+    elif odd:
+        problems.append(("d_head", f"got {d_head}, expected an even number: rope rotates pairs"))
+    if n_head % config.n_kv_head:
+        problems.append(("n_kv_head", f"got {config.n_kv_head}, expected a divisor of n_head {n_head}"))
     if problems:
         return problems
 
-    config = ModelConfig(**{"vocab_size": 1} | given)
     if section.attention == "cudnn" and (problem := cudnn_problem(config)):
         problems.append(("attention", f"{problem}; leave it out for auto"))
     if section.layers == "scanned" and (problem := scan_problem(config)):
