@@ -52,7 +52,7 @@ def resumption(
 ) -> list[tuple[str, dict[str, Any]]]:
     """The events, as (name, fields), that record how training continues after `step`.
 
-    None for a new run, which has neither a step nor a rollback.
+    A new run, which has neither a step nor a rollback, has none.
     """
     if step is None and rollback is None:
         return []

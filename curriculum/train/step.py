@@ -112,11 +112,12 @@ def make_train_step(
 
     An update is skipped if its loss or gradient norm is not finite, if the guard rejects it, or if its batch has no
     valid token. It then leaves parameters, optimizer state, moving average and window unchanged, and counts in
-    `skipped_updates`. `guarded` explains `skip_updates` and the int32 `judged_from`. After
-    `diverged_after` bad updates in a row, `guard.diverged_at` tells the first of them.
+    `skipped_updates`. `guarded` explains `skip_updates` and the int32 `judged_from`. After `diverged_after` bad updates
+    in a row, `guard.diverged_at` tells the first of them.
 
     Random keys come from (seed, step, row of the batch); a `deterministic` step gives the model none. With
     `document_mask` a token sees its own document only.
+
     The decay of the moving average `state.ema` is min(ema_decay, (1 + step) / (10 + step)), so that the first
     parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters. `skip` is how a
     skipped update leaves the state unchanged (`curriculum.model.formulation`); None: the backend's way. If only

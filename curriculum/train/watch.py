@@ -81,7 +81,8 @@ class Watch:
 
     spent: the part already used of the probability that any comparison of the run raises a false alarm.
     standing: the pairs of a set and a baseline that are regressed, as last measured, by set.
-    told: what is said only once: the sets whose smallest detectable rise was reported, and `_NO_ERROR_LEFT`.
+    told: what is said only once: the sets whose smallest detectable rise was reported, those above the untrained
+        model, and that no more verdicts are possible.
 
     A set that the config no longer has stays in memory. If it comes back, it is compared with its old baselines; in a
     later phase its first eval there counts as the phase's start.

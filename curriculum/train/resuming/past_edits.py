@@ -283,7 +283,7 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
         own = micro_steps.get(phase["name"])
         return {**phase, **shape, **({} if own is None else {"grad_accum": own})}
 
-    def shown(declared):
+    def as_yaml(declared):
         concerned = {*contrast.declared_first(declared), *over}
         if any(path == "phases" for path, _ in problems):  # the order changed, or a phase is gone
             concerned.add(contrast.current)
@@ -298,9 +298,9 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
         return _yaml({key: section for key, section in sections.items() if key in named}).splitlines()
 
     now = " ".join([config.origin.file, *config.command_line])
-    difference = difflib.unified_diff(shown(was), shown(contrast.now), "trained", now, n=1, lineterm="")
+    difference = difflib.unified_diff(as_yaml(was), as_yaml(contrast.now), "trained", now, n=1, lineterm="")
     told = ["what is already trained is fixed; the difference:", *difference, "put this back into the config:"]
-    return [*told, *shown(was)]
+    return [*told, *as_yaml(was)]
 
 
 def _end_to_put_back(contrast: Contrast, name: str) -> int | str:
@@ -317,11 +317,10 @@ def _end_to_put_back(contrast: Contrast, name: str) -> int | str:
 
 def _yaml(sections: Mapping[str, Any]) -> str:
     """The YAML of each section by its key, with nested values on one line."""
-    flow = {True: None, False: False}  # a lone scalar in the style of a file
     return "".join(
         yaml.safe_dump(
             {key: section},
-            default_flow_style=flow[isinstance(section, dict | list)],
+            default_flow_style=None if isinstance(section, dict | list) else False,  # a lone scalar as in a file
             sort_keys=False,
             width=1000,
             allow_unicode=True,
