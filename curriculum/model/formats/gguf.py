@@ -10,6 +10,8 @@ import numpy as np
 
 from curriculum.data.tokenizers.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
 from curriculum.errors import InputError
+from curriculum.model.formats.hf_config import shortest
+from curriculum.model.formats.safetensors_writer import check_rounded
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import unscaled_share
 
@@ -150,10 +152,9 @@ def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> 
 
     `wanted`: the fields that it fixes. Every other field that its file does not record must have its default.
     """
+    config = shortest(config)
     wanted = config.defaults_beside((*_WRITTEN, *_WRITTEN_OF[architecture])) | wanted
     found = {field: getattr(config, field) for field in wanted}
-    if config.head_width * config.n_head == config.d_model:
-        found |= {"d_head": None} if "d_head" in wanted else {}
     if config.sliding_window is not None and config.sliding_window >= config.max_seq_len:
         found["sliding_window"] = None  # it never cuts anything off
     unlike = {field: setting for field, setting in wanted.items() if found[field] != setting}
@@ -226,10 +227,8 @@ def _stored(tensor: _Tensor, array: np.ndarray, stored_type: GGMLQuantizationTyp
 
     with np.errstate(over="ignore", invalid="ignore"):
         stored = gguf.quantize(array, stored_type)
-        lost = np.isfinite(array) & ~np.isfinite(gguf.dequantize(stored, stored_type).reshape(array.shape))
-    if lost.any():
-        got = f"{np.count_nonzero(lost)} of {array.size} values of {tensor.name} are too large for it"
-        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(_FILE_TYPES)}")
+        back = gguf.dequantize(stored, stored_type).reshape(array.shape)
+    check_rounded(tensor.name, array, back, dtype, _FILE_TYPES)
     return stored
 
 

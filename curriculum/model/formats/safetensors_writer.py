@@ -88,8 +88,13 @@ def rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarra
     """A float32 array in another type. Raises InputError if a finite value becomes infinite."""
     with np.errstate(over="ignore"):
         rounded = array.astype(to, copy=False)
+    check_rounded(name, array, rounded, dtype, DTYPES)
+    return rounded
+
+
+def check_rounded(name: str, array: np.ndarray, rounded: np.ndarray, dtype: str, dtypes: Iterable[str]) -> None:
+    """Raise InputError, which names the `dtypes` there are, if a finite value became infinite."""
     lost = np.isfinite(array) & ~np.isfinite(rounded)
     if lost.any():
         got = f"{np.count_nonzero(lost)} of {array.size} values of {name} are too large for it"
-        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(DTYPES)}")
-    return rounded
+        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(dtypes)}")

@@ -16,7 +16,7 @@ from curriculum.record.events import plain
 from curriculum.run_directory import RunDirectory, read_json
 from curriculum.train.history import History
 from curriculum.train.resuming import ledger
-from curriculum.train.resuming.resumed import Resumed, newest_whole, to_resume
+from curriculum.train.resuming.resumed import Resumed, newest_resumed, newest_whole, to_resume
 
 if TYPE_CHECKING:
     from curriculum.train.setup import Setup
@@ -59,8 +59,7 @@ def to_continue(directory: RunDirectory, resume: str | int | None) -> tuple[Resu
     if told is None:
         return to_resume(directory, resume), None
     if resume == "latest":
-        found = newest_whole(directory, told["rollback"]["event"]["first_bad_step"])
-        return found and Resumed(*found, read_ledger(found[1])), told
+        return newest_resumed(directory, told["rollback"]["event"]["first_bad_step"]), told
     resumed = to_resume(directory, resume)
     return resumed, told if resumed is not None and resumed.step == told["step"] else None
 

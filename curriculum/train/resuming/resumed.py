@@ -28,13 +28,18 @@ def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | No
     if resume is None:
         return None
     if resume == "latest":
-        newest = newest_whole(directory)
-        return newest and Resumed(*newest, read_ledger(newest[1]))
+        return newest_resumed(directory)
     step, folder = find_checkpoint(directory, resume, option="--resume")
     own = directory.checkpoints / str(step)  # a step is looked for here first
     if resume == "gold" and own.is_dir() and damage(own) is None:  # with it the record becomes that of an unbroken run
         folder = own
     return Resumed(step, folder, read_ledger(folder))
+
+
+def newest_resumed(directory: RunDirectory, up_to: int | None = None) -> Resumed | None:
+    """The checkpoint that `newest_whole` finds."""
+    newest = newest_whole(directory, up_to)
+    return newest and Resumed(*newest, read_ledger(newest[1]))
 
 
 def newest_whole(directory: RunDirectory, up_to: int | None = None) -> tuple[int, Path] | None:
