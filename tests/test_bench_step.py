@@ -1,5 +1,6 @@
 """tools/bench_step.py: the arithmetic of its table, and that its programs are the same model."""
 
+import json
 import platform
 from types import SimpleNamespace
 
@@ -119,6 +120,18 @@ def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
 def test_a_table_is_as_wide_as_its_cells_and_empty_where_there_is_nothing(capsys):
     results.print_table([{"what": "a", "ms": 12.5}, {"what": "longer", "ms": None}])
     assert capsys.readouterr().out == "  what    ms\n     a  12.5\nlonger      \n"
+
+
+def test_what_was_measured_is_printed_and_written(tmp_path, capsys):
+    results.report([{"what": "a", "ms": 12}], tmp_path / "told.json", "jax", bins=3, filled=0.5)
+    of_machine, *table, last = capsys.readouterr().out.splitlines()
+    assert of_machine.startswith("processor: ") and of_machine.endswith(f", jax: {jax.__version__}")
+    assert table == ["what  ms", "   a  12"] and last == "bins: 3, filled: 0.5"
+    written = json.loads((tmp_path / "told.json").read_text())
+    assert written["results"] == [{"what": "a", "ms": 12}] and (written["bins"], written["filled"]) == (3, 0.5)
+    assert written["machine"] == results.machine("jax") and list(tmp_path.iterdir()) == [tmp_path / "told.json"]
+    results.report([{"what": "a"}], None)
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_the_machine_is_named_without_its_name():

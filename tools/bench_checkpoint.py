@@ -18,7 +18,6 @@ beside steps, both figures also include what the writer's threads, the checksums
 two cores cannot hide.
 """
 
-import argparse
 import statistics
 import tempfile
 import threading
@@ -26,23 +25,20 @@ import time
 from pathlib import Path
 from random import Random
 
-from results import add_json_option, machine, print_machine, print_table, write_json
+from results import json_parser, report
 
 ROWS, POSITIONS = 1, 64
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=300, help="minimum size of parameters and moments")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps per window")
-    add_json_option(parser)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        report = {"machine": machine("jax"), "results": measure(Path(folder), args.megabytes, args.rounds, args.steps)}
-    print_machine(report["machine"])
-    print_table(report["results"])
-    write_json(args.json, report)
+        rows = measure(Path(folder), args.megabytes, args.rounds, args.steps)
+    report(rows, args.json, "jax")
 
 
 def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> list[dict]:

@@ -15,17 +15,15 @@ the median of its rounds:
                      epochs, no mixture and no resume
     copy             the conversion of as many tokens that are in the cache
 
-Last, the packing of a million documents is timed.
+Last, the packing of a million documents is timed; `filled` is the share of its bins that they fill.
 """
 
-import argparse
-import os
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from results import add_json_option, processor, write_json
+from results import json_parser, report
 
 from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
@@ -87,9 +85,8 @@ def seconds_a_batch(functions) -> dict[str, float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    add_json_option(parser)
-    arguments = parser.parse_args()
+    parser = json_parser(__doc__)
+    args = parser.parse_args()
     tune_malloc()  # as in training: otherwise glibc returns each batch's memory and takes it again page by page
     with tempfile.TemporaryDirectory() as folder:
         tokens = make_tokens(Path(folder))
@@ -154,30 +151,24 @@ def main():
         bins()
         functions = (planned, quarter, alone, random, marked, bins, order_planned, order_alone, windows, copy)
         times = seconds_a_batch(functions)
-    results = {"processor": processor(), "cores": os.cpu_count()}
+    rows = []
     for name, seconds in times.items():
-        rows = BATCH // 4 if name == "quarter" else BATCH
-        results[name] = {
-            "ms_a_batch": seconds * 1e3,
-            "M_tokens_per_s": rows * LENGTH / seconds / 1e6,
-            "x_copy": times["copy"] / seconds * rows / BATCH,
-            "x_windows": times["windows"] / seconds * rows / BATCH,
-        }
-    print(f"{results['processor']}, {results['cores']} cores")
-    print(f"{'':>14} {'ms a batch':>11} {'M tokens/s':>11} {'x copy':>8} {'x windows':>10}")
-    for name in times:
-        row = results[name]
-        print(
-            f"{name:>14} {row['ms_a_batch']:>11.4f} {row['M_tokens_per_s']:>11.0f} {row['x_copy']:>8.3f}"
-            f" {row['x_windows']:>10.2f}"
+        part = 1 / 4 if name == "quarter" else 1
+        rows.append(
+            {
+                "what": name,
+                "ms_a_batch": round(seconds * 1e3, 4),
+                "M_tokens_per_s": round(part * BATCH * LENGTH / seconds / 1e6),
+                "x_copy": round(part * times["copy"] / seconds, 3),
+                "x_windows": round(part * times["windows"] / seconds, 2),
+            }
         )
     lengths = document_lengths(1_000_000)
     started = time.perf_counter()
     num_bins = len(pack(lengths, LENGTH)[1])
-    results["pack_a_million_s"] = time.perf_counter() - started
-    utilization = lengths.sum() / (num_bins * LENGTH)
-    print(f"a million documents: {results['pack_a_million_s']:.2f} s, {num_bins:,} bins, {utilization:.3%} full")
-    write_json(arguments.json, results)
+    seconds = time.perf_counter() - started
+    filled = float(lengths.sum() / (num_bins * LENGTH))
+    report(rows, args.json, "numpy", pack_a_million_s=round(seconds, 2), bins=num_bins, filled=round(filled, 5))
 
 
 if __name__ == "__main__":

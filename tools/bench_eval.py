@@ -12,12 +12,11 @@ document's last token and in the last micro-batch of a set.
 Ratios are to `limit`, from medians over the rounds. On a shared machine, trust those of processor seconds.
 """
 
-import argparse
 import time
 from dataclasses import replace
 from functools import partial
 
-from results import add_json_option, machine, print_machine, print_table, write_json
+from results import json_parser, report
 
 SIZES = {  # seq_len, training batch, the `model` section
     "tiny": (128, 16, {"preset": "tiny"}),  # the quickstart's
@@ -27,20 +26,14 @@ SETS = ("primary", "general", "domain", "code")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny"])
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=96, help="windows of each set")
     parser.add_argument("--rounds", type=int, default=7)
-    add_json_option(parser)
     args = parser.parse_args(argv)
-    report = {
-        "machine": machine("jax"),
-        "results": [r for size in args.sizes for r in measure(size, args.vocab_size, args.windows, args.rounds)],
-    }
-    print_machine(report["machine"])
-    print_table(report["results"])
-    write_json(args.json, report)
+    rows = [row for size in args.sizes for row in measure(size, args.vocab_size, args.windows, args.rounds)]
+    report(rows, args.json, "jax")
 
 
 def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> list[dict]:

@@ -11,7 +11,7 @@ rounds.
 `one thread` is encode_to_numpy, document by document, in one thread; the first ratio is to its rate times the cores.
 `processes` is the same in one process per core at once, each with its share of the documents: what the cores can do,
 as they share caches and clocks; the second ratio is to its rate. `all threads` is encode_ordinary_batch with one thread
-per core, what a user of tiktoken would call; the third ratio is to its rate. `x CPU` compares bytes per second of
+per core, what a user of tiktoken would call; the third ratio is to its rate. `x_cpu` compares bytes per second of
 processor time with those of `one thread`: what a row costs beyond encoding, however busy the machine is.
 Memory: the peak of a process that prepares N/2 megabytes, and of one that prepares 2N.
 """
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from results import add_json_option, processor, write_json
+from results import json_parser, report
 
 from curriculum.data.prepare import prepare_store
 from curriculum.data.sources import SourceConfig
@@ -156,10 +156,11 @@ def in_processes(work: Callable[[int], float]) -> float:
     return total
 
 
-def peak_memory_bytes(source: Path, tokenizer_dir: Path) -> int:
+def peak_memory_mb(source: Path, tokenizer_dir: Path) -> int:
     """Peak memory of preparing in a new process, libraries and tokenizer included."""
     command = [sys.executable, __file__, "--weigh", str(source), str(tokenizer_dir)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return round(int(told.split()[-1]) / 1e6)
 
 
 def weigh(source: str, tokenizer_dir: str) -> None:
@@ -170,62 +171,47 @@ def weigh(source: str, tokenizer_dir: str) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--encoding", help="a tiktoken encoding; by default 4,096 byte pairs are trained on the corpus")
     parser.add_argument("--megabytes", type=float, default=16)
-    add_json_option(parser)
     parser.add_argument("--weigh", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.weigh:
-        weigh(*arguments.weigh)
+    args = parser.parse_args()
+    if args.weigh:
+        weigh(*args.weigh)
         return
-    documents = [text for text in read_documents(arguments.text) if text.strip() and END_OF_TEXT not in text]
-    if arguments.encoding:
-        tokenizer = tiktoken_tokenizer(arguments.encoding)
+    documents = [text for text in read_documents(args.text) if text.strip() and END_OF_TEXT not in text]
+    if args.encoding:
+        tokenizer = tiktoken_tokenizer(args.encoding)
     else:
         tokenizer = train_bpe(repeat(documents, 4), 4096)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         tokenizer.save(folder / "tokenizer")
-        measured = repeat(documents, arguments.megabytes)
+        measured = repeat(documents, args.megabytes)
         write_corpus(measured, folder / "rates")
         rates, cpu_rates = measure_rates(measured, tokenizer, folder / "rates")
-        sizes = (arguments.megabytes / 2, arguments.megabytes * 2)
+        sizes = (args.megabytes / 2, args.megabytes * 2)
         for size in sizes:
             write_corpus(repeat(documents, size), folder / f"{size:g}")
         peaks = {
-            name: [peak_memory_bytes(folder / f"{size:g}" / name, folder / "tokenizer") for size in sizes]
+            name: [peak_memory_mb(folder / f"{size:g}" / name, folder / "tokenizer") for size in sizes]
             for name in FORMATS
         }
     limit = rates["one thread"] * NUM_THREADS
-    results = {
-        "processor": processor(),
-        "cores": NUM_THREADS,
-        "vocab_size": tokenizer.vocab_size,
-        "documents": len(measured),
-        "sizes_MB": sizes,
-        "rows": {
-            name: {
-                "MB_per_s": rate / 1e6,
-                "x_one_thread_times_cores": rate / limit,
-                "x_processes": rate / rates["processes"],
-                "x_all_threads": rate / rates["all threads"],
-                "x_cpu": cpu_rates[name] / cpu_rates["one thread"],
-                "peak_memory_MB": [peak / 1e6 for peak in peaks.get(name, [])],
-            }
-            for name, rate in rates.items()
-        },
-    }
-    print(f"{results['processor']}, {os.cpu_count()} cores; {tokenizer.vocab_size:,} ids; {len(measured):,} documents")
-    heads = f"{'':>12} {'MB/s':>7} {'x one thread x cores':>21} {'x processes':>12} {'x all threads':>14} {'x CPU':>6}"
-    print(f"{heads}   peak MB of {sizes[0]:g}, {sizes[1]:g} MB")
-    for name, row in results["rows"].items():
-        memory = "  ".join(f"{peak:.0f}" for peak in row["peak_memory_MB"])
-        ratios = f"{row['x_one_thread_times_cores']:>21.3f} {row['x_processes']:>12.3f}"
-        ratios += f" {row['x_all_threads']:>14.3f} {row['x_cpu']:>6.3f}"
-        print(f"{name:>12} {row['MB_per_s']:>7.2f} {ratios}   {memory}")
-    write_json(arguments.json, results)
+    rows = [
+        {
+            "what": name,
+            "MB_per_s": round(rate / 1e6, 2),
+            "x_one_thread_times_cores": round(rate / limit, 3),
+            "x_processes": round(rate / rates["processes"], 3),
+            "x_all_threads": round(rate / rates["all threads"], 3),
+            "x_cpu": round(cpu_rates[name] / cpu_rates["one thread"], 3),
+            **{f"peak_MB_of_{size:g}": peak for size, peak in zip(sizes, peaks.get(name, (None, None)), strict=True)},
+        }
+        for name, rate in rates.items()
+    ]
+    report(rows, args.json, "tiktoken", vocab_size=tokenizer.vocab_size, documents=len(measured))
 
 
 if __name__ == "__main__":

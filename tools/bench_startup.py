@@ -12,7 +12,6 @@ directory. They take turns; the ratio is of the medians.
 On a shared machine, trust the ratios of processor seconds.
 """
 
-import argparse
 import json
 import os
 import random
@@ -25,35 +24,31 @@ import tempfile
 import time
 from pathlib import Path
 
-from results import add_json_option, machine, print_machine, print_table, write_json
+from results import json_parser, report
 
 WORDS = "a model reads the text of every source again and again until its loss no longer falls by much".split()
 CURRICULUM = [sys.executable, "-m", "curriculum"]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--starts", type=int, default=10)
     parser.add_argument("--sources", type=int, default=500, help="of the large config; 0: it is not planned")
     parser.add_argument(
         "--layers", type=int, nargs="*", default=[4, 12], help="layers of the models whose training is started"
     )
     parser.add_argument("--trainings", type=int, default=3, help="first and second starts of each of them")
-    add_json_option(parser)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_config(folder)
         run([*CURRICULUM, "prepare", "c.json"], folder)
-        results = commands(folder, args.starts)
+        rows = commands(folder, args.starts)
         if args.sources:
-            results.append(large_plan(folder, args.sources, args.starts))
+            rows.append(large_plan(folder, args.sources, args.starts))
         for num_layers in args.layers:
-            results += training(folder, num_layers, args.trainings)
-    report = {"machine": machine("jax"), "results": results}
-    print_machine(report["machine"])
-    print_table(report["results"])
-    write_json(args.json, report)
+            rows += training(folder, num_layers, args.trainings)
+    report(rows, args.json, "jax")
 
 
 def write_config(folder: Path) -> None:

@@ -47,7 +47,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from results import add_json_option, machine, print_machine, print_table, write_json
+from results import json_parser, machine, print_figures, print_table, write_json
 
 LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 1e-3, 1.0, 10
 # nanoGPT's CPU run, its default, that with longer rows, and some for a GPU; LLAMAS are presets.
@@ -100,7 +100,7 @@ DATA_SHEET = {  # FLOPs a second of dense bfloat16 products, by a part of the ca
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, help="rounds per variant; by default 3, for medium and long 4")
@@ -114,7 +114,6 @@ def main(argv: list[str] | None = None) -> None:
         help=f"steps between two waits for the device; by default {LOG_EVERY}, as in a run",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of matrix products")
-    add_json_option(parser)
     parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     # The processes are there at once: on a card each would otherwise take three quarters of what is free.
@@ -373,7 +372,7 @@ def ratios(size: str, rows: list[dict]) -> list[dict]:
 
 
 def print_report(report: dict) -> None:
-    print_machine(report["machine"] | {"products": report["dtype"]})
+    print_figures(report["machine"] | {"products": report["dtype"]})
     left_out = ("num_times", "peak_gflops")
     print_table([{name: row[name] for name in row if name not in left_out} for row in report["results"]])
     for row in report["ratios"]:

@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from results import add_json_option, machine, print_machine, print_table, write_json
+from results import json_parser, machine, print_figures, print_table, write_json
 
 MODELS = {
     False: {"n_layer": 4, "d_model": 128, "n_head": 4, "n_kv_head": 4, "d_ff": 512},
@@ -39,12 +39,11 @@ SHAPES = [  # of the second run: (phase, shape)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--switches", type=int, default=24, help="switches of the run whose shapes stay the same")
     parser.add_argument("--steps", type=int, default=12, help="steps per phase of that run")
     parser.add_argument("--steps-a-shape", type=int, default=600, help="steps per phase of the run whose shapes change")
     parser.add_argument("--small", action="store_true", help="use a model of one layer")
-    add_json_option(parser)
     args = parser.parse_args(argv)
     if args.steps % 2:
         parser.error(f"--steps: got {args.steps}, expected an even number: an eval comes at half of each phase")
@@ -192,7 +191,7 @@ def ms(seconds: float) -> float:
 
 
 def print_tables(report: dict) -> None:
-    print_machine(report["machine"])
+    print_figures(report["machine"])
     print("\nphases of the same shapes")
     for name, value in report["same_shapes"].items():
         print(f"  {name:40} {value:>10}")

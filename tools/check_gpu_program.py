@@ -34,7 +34,7 @@ from check_scaling import collectives, compiled_update
 from hlo_traffic import Cost, costs
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
-from results import add_json_option, write_json
+from results import json_parser, write_json
 
 from curriculum.model import formulation, layers, loss, memory, modules, transformer
 from curriculum.model.counts import num_parameters, num_projections
@@ -185,7 +185,7 @@ def print_most(found: list[Cost], card: Card, num: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="gpt2-124m")
     parser.add_argument("--card", choices=CARDS, default="H100")
     parser.add_argument("--mesh", type=int, nargs=3, default=(1, 1, 1), metavar=("DATA", "FSDP", "TENSOR"))
@@ -201,7 +201,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding, instead of the preset's")
     parser.add_argument("--most", type=int, default=0, help="how many kinds of instruction to list, the longest first")
     parser.add_argument("--program", type=Path, help="write the compiled program to this file")
-    add_json_option(parser)
     options = parser.parse_args(argv)
     config = replace(
         PRESETS[options.preset],

@@ -8,13 +8,12 @@ the stacked copy of the blocks' matrices. The compiler for CPUs merges recompute
 undoes remat, and computes bfloat16 products in float32, so it is asked only about float32 without remat.
 """
 
-import argparse
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from results import add_json_option, write_json
+from results import json_parser, write_json
 
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.memory import kept_bytes, memory_estimate
@@ -30,13 +29,12 @@ NUM_SOURCES = 2
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--layers", type=int, help="blocks, instead of the preset's")
     parser.add_argument("--scanned", action="store_true", help="compute the layers in a loop")
-    add_json_option(parser)
     options = parser.parse_args(argv)
     results = []
     rows, seq_len = options.rows, options.seq_len

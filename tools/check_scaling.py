@@ -10,7 +10,6 @@ for CPUs has no reduce-scatter: it sums whole gradients, and each device keeps i
 two into a reduce-scatter, which sends half as much.
 """
 
-import argparse
 import math
 import time
 from collections import defaultdict
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from hlo_traffic import arrays, costs, size_bytes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from results import add_json_option, write_json
+from results import json_parser, write_json
 
 from curriculum.model.counts import num_parameters
 from curriculum.model.loss import nats_per_token
@@ -103,7 +102,7 @@ def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--layers", type=int, help="blocks, instead of the preset's")
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding, instead of the preset's")
@@ -113,7 +112,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of the whole update")
     parser.add_argument("--grad-accum", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=256)
-    add_json_option(parser)
     options = parser.parse_args(argv)
     meshes = [tuple(sizes) for sizes in options.mesh or [(1, n, 1) for n in (1, 2, 4, 8)]]
     rows, grad_accum = options.rows, options.grad_accum

@@ -10,14 +10,13 @@ options, it keeps the runs that are finished. Prints a Markdown table: losses ar
 and standard deviation over the seeds; times are of a step, without evals, saves and the first compilation.
 """
 
-import argparse
 import contextlib
 import json
 import statistics
 import sys
 from pathlib import Path
 
-from results import add_json_option, write_json
+from results import json_parser, write_json
 
 # Overrides of `optim`. AdamW has the quickstart's learning rate. The others have the best of two or three rates, which
 # are a factor of 3 apart, by the loss of one seed after 60 steps: a coarse choice. muon+lion has the rates of its two.
@@ -33,14 +32,13 @@ QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--config", default=QUICKSTART, help="the run that is repeated (default: the quickstart)")
     parser.add_argument("--steps", type=int, default=1000, help="updates of each run")
     parser.add_argument("--seeds", type=int, default=3, help="seeds per variant")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--lr-times", nargs="+", type=float, default=[1.0], help="factors of the learning rate to try")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/compare_optimizers"), help="where the runs go")
-    add_json_option(parser)
     args = parser.parse_args(argv)
     if args.steps < 2 or args.seeds < 1:
         parser.error("expected --steps of at least 2 and --seeds of at least 1")

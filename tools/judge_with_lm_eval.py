@@ -22,7 +22,6 @@ What must agree for that, and how:
   encode to the same tokens and bytes again, as can happen with a normalising tokenizer, is left out and counted.
 """
 
-import argparse
 import json
 import math
 import os
@@ -31,11 +30,11 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from results import add_json_option, write_json
+from results import json_parser, write_json
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="eval sets of the run (default: all of them)")
     parser.add_argument("--step", metavar="latest|gold|STEP", help="which checkpoint (default: gold, or latest)")
@@ -46,7 +45,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=1e-3, help="most bits per byte of difference (default: 0.001)"
     )
-    add_json_option(parser)
     args = parser.parse_args(argv)
 
     from curriculum.errors import InputError

@@ -9,7 +9,6 @@ compute: these are summed by kind and by where in the traced function they come 
 an instruction must read and write (tools/hlo_traffic.py). Kernels of cuBLAS and cuDNN have names of their own.
 """
 
-import argparse
 import re
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from bench_step import SIZES, jax_program, settings_of
 from hlo_traffic import Cost, costs
-from results import add_json_option, machine, print_machine, print_table, write_json
+from results import json_parser, machine, print_figures, print_table, write_json
 
 from curriculum.train.device import tune_device
 
@@ -28,12 +27,11 @@ NUM_TIMES, UPDATES_A_TIME, NUM_TRACED = 5, 10, 3
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="gpt2-124m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="type of matrix products")
     parser.add_argument("--settings", default="", help="as after the colon of step in bench_step.py")
     parser.add_argument("--most", type=int, default=20, help="how many rows to print, those that take longest first")
-    add_json_option(parser)
     args = parser.parse_args(argv)
     tune_device(deterministic=None)  # before jax starts
 
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         "busy_ms": round(busy_ms, 2),
         "results": rows,
     }
-    print_machine(report["machine"])
+    print_figures(report["machine"])
     print(f"{args.size} {args.settings}: {report['ms_median']} ms an update, {busy_ms:.2f} ms in kernels while traced")
     print_table(rows[: args.most])
     write_json(args.json, report)

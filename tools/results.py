@@ -1,4 +1,4 @@
-"""What tools have in common: their option --json, a description of the machine, and the printing of tables."""
+"""What tools have in common: their option --json, a description of the machine, and the printing of figures."""
 
 import argparse
 import json
@@ -11,15 +11,27 @@ from pathlib import Path
 from typing import Any
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """--json FILE, refused before anything is measured if the file's folder is not there."""
+def json_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser described by a docstring's first line, with --json FILE: refused at once if its folder is not there."""
 
     def path(name: str) -> Path:
         if not Path(name).absolute().parent.is_dir():
             raise argparse.ArgumentTypeError(f"{name}: its folder does not exist")
         return Path(name)
 
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--json", type=path, metavar="FILE", help="also write the results to this file")
+    return parser
+
+
+def report(rows: Sequence[Mapping[str, Any]], path: Path | None, *packages: str, **besides: Any) -> None:
+    """Print the machine, a table and what was measured `besides`; write them to the file that --json names, if any."""
+    about = machine(*packages)
+    print_figures(about)
+    print_table(rows)
+    if besides:
+        print_figures(besides)
+    write_json(path, {"machine": about, "results": rows, **besides})
 
 
 def write_json(path: Path | None, results: Any) -> None:
@@ -43,8 +55,8 @@ def processor() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def print_machine(machine: Mapping[str, Any]) -> None:
-    print(", ".join(f"{key}: {value}" for key, value in machine.items()))
+def print_figures(figures: Mapping[str, Any]) -> None:
+    print(", ".join(f"{key}: {value}" for key, value in figures.items()))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,27 +10,25 @@ last step on general (docs), domain (C++) and code (Python), and the change sinc
 as `curriculum compare` computes it: paired by window, clustered by document, Student's quantile.
 """
 
-import argparse
 import contextlib
 import json
 import math
 import sys
 from pathlib import Path
 
-from results import add_json_option, write_json
+from results import json_parser, write_json
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SETS = ("general", "domain", "code")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = json_parser(__doc__)
     parser.add_argument("--replay", nargs="+", type=float, default=[0, 0.01, 0.05, 0.2], help="shares to compare")
     parser.add_argument("--base-steps", type=int, help="updates of the base run (default: as in its config)")
     parser.add_argument("--steps", type=int, help="updates of each adaptation (default: as in its config)")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="KEY=VALUE for the adaptations")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/study_replay"), help="where the runs go")
-    add_json_option(parser)
     args = parser.parse_args(argv)
     if len(set(args.replay)) < len(args.replay) or not all(0 <= share < 1 for share in args.replay):
         parser.error("--replay: expected different shares of at least 0 and below 1")
