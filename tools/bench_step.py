@@ -319,17 +319,22 @@ def write_text(folder: Path) -> None:
         (folder / f"{number:03}.txt").write_text("".join(alphabet[picked]))
 
 
+def model_flops(config, num_tokens: int, seq_len: int) -> int:
+    """FLOPs of an update, counted as the module says."""
+    from curriculum.model.counts import num_projections
+
+    matrices = num_projections(config) + config.vocab_size * config.d_model
+    width = config.n_head * config.head_width
+    return num_tokens * 6 * (matrices + config.n_layer * seq_len * width)
+
+
 def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float | None) -> dict:
     import numpy as np
-
-    from curriculum.model.counts import num_projections
 
     num_rows, num_positions, *_ = SIZES[size]
     config = config_of(size, **fields_of(settings_of(variant)))
     tokens = num_rows * num_positions
-    matrices = num_projections(config) + config.vocab_size * config.d_model
-    width = config.n_head * config.head_width
-    flops = tokens * 6 * (matrices + config.n_layer * num_positions * width)
+    flops = model_flops(config, tokens, num_positions)
     ms, cpu_ms = np.array(worker.seconds) * 1e3, np.array(worker.cpu_seconds) * 1e3
     median = float(np.median(ms))
     return {

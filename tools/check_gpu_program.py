@@ -30,6 +30,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": 
 
 import jax
 import numpy as np
+from bench_step import model_flops
 from check_scaling import collectives, compiled_update
 from hlo_traffic import Cost, costs
 from jax.experimental import topologies
@@ -37,7 +38,7 @@ from jax.sharding import AxisType, Mesh
 from results import json_parser, write_json
 
 from curriculum.model import formulation, layers, loss, memory, modules, transformer
-from curriculum.model.counts import num_parameters, num_projections
+from curriculum.model.counts import num_parameters
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.train import step
 from curriculum.train.device import GPU_FLAGS, missing_flags
@@ -109,14 +110,6 @@ def as_on_a_gpu(loss_tokens: int | None) -> ExitStack:
 def least_seconds(cost: Cost, card: Card) -> float:
     """The least time of all executions of an instruction, without sending."""
     return cost.times * max(cost.flops / card.flops, cost.num_bytes / card.memory_bytes_per_second)
-
-
-def model_flops(config: ModelConfig, num_tokens: int, seq_len: int) -> float:
-    """FLOPs of an update: 6 per token and parameter of the blocks' matrices and of the head, and 6 x layers x positions
-    x width per token for the two products of attention (causal: half of 12)."""
-    matrices = num_projections(config) + config.vocab_size * config.d_model
-    width = config.n_head * config.head_width
-    return num_tokens * (6 * matrices + 6 * config.n_layer * seq_len * width)
 
 
 def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
