@@ -29,12 +29,11 @@ from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
 from curriculum.schema.mesh import MeshConfig, rows_problem
-from curriculum.train.abstract import abstract_on_mesh
+from curriculum.train.abstract import abstract_batch, abstract_on_mesh
 from curriculum.train.mesh import AXES, ROW_AXES, constrain, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
-from curriculum.train.programs import needed_bytes
+from curriculum.train.programs import StepShape, needed_bytes
 from curriculum.train.step import init_state, make_train_step
-from phases.batches import Batch
 
 NUM_SOURCES = 2
 
@@ -54,13 +53,7 @@ def compiled_update(
         document_mask=document_mask,
         place_grads=partial(constrain, mesh),
     )
-
-    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
-        return jax.ShapeDtypeStruct((grad_accum, rows // grad_accum, *shape), dtype, sharding=sharding)
-
-    slots = array(seq_len)
-    batch = Batch(slots, slots, array(seq_len, dtype=jnp.bool_), slots, array())
+    batch = abstract_batch(mesh, StepShape(grad_accum, rows // grad_accum, seq_len))
     lr = jax.ShapeDtypeStruct((), jnp.float32)
     return jax.jit(step, donate_argnums=0, out_shardings=state_shardings(mesh, state)).lower(state, batch, lr).compile()
 
