@@ -92,21 +92,12 @@ def commands(folder: Path, num_starts: int) -> list[dict]:
     for _ in range(num_starts + 1):
         for name, (command, expected) in work.items():
             taken[name].append(run(command, folder, expected))
-    rows = []
-    for name, times in taken.items():
-        seconds, cpu_seconds = zip(*times[1:], strict=True)  # the first reads from the disk
-        bare = min(cpu for _, cpu in taken["python -c pass"][1:])
-        rows.append(
-            {
-                "what": name,
-                "ms_min": round(min(seconds) * 1e3),
-                "ms_median": round(statistics.median(seconds) * 1e3),
-                "cpu_ms_min": round(min(cpu_seconds) * 1e3),
-                "ratio": round(min(cpu_seconds) / bare, 1),
-                "compared_with": "processor seconds of python -c pass",
-            }
-        )
-    return rows
+    taken = {name: times[1:] for name, times in taken.items()}  # the first reads from the disk
+    bare = least_cpu(taken["python -c pass"])
+    return [
+        row_of(name, times, least_cpu(times) / bare, "processor seconds of python -c pass")
+        for name, times in taken.items()
+    ]
 
 
 def large_plan(folder: Path, num_sources: int, num_starts: int) -> dict:
@@ -125,15 +116,8 @@ def large_plan(folder: Path, num_sources: int, num_starts: int) -> dict:
     for _ in range(max(1, num_starts // 3)):
         for name, times in taken.items():
             times.append(run([*CURRICULUM, "plan", name], folder))
-    seconds, cpu_seconds = zip(*taken["large.json"], strict=True)
-    return {
-        "what": f"plan, {num_sources} sources, 60 phases",
-        "ms_min": round(min(seconds) * 1e3),
-        "ms_median": round(statistics.median(seconds) * 1e3),
-        "cpu_ms_min": round(min(cpu_seconds) * 1e3),
-        "ratio": round(min(cpu_seconds) / min(cpu for _, cpu in taken["c.json"]), 1),
-        "compared_with": "processor seconds of plan",
-    }
+    ratio = least_cpu(taken["large.json"]) / least_cpu(taken["c.json"])
+    return row_of(f"plan, {num_sources} sources, 60 phases", taken["large.json"], ratio, "processor seconds of plan")
 
 
 def training(folder: Path, num_layers: int, num_starts: int) -> list[dict]:
@@ -144,17 +128,28 @@ def training(folder: Path, num_layers: int, num_starts: int) -> list[dict]:
         for start, times in taken.items():
             times.append(first_step(folder, num_layers, folder / f"runs/{num_layers}-{start}-{i}"))
     medians = {start: statistics.median(seconds for seconds, _ in times) for start, times in taken.items()}
+    compared_with = "wall seconds of the first start, above 1 where it is faster"
     return [
-        {
-            "what": f"train, {num_layers} layers, {start} start",
-            "ms_min": round(min(seconds for seconds, _ in times) * 1e3),
-            "ms_median": round(medians[start] * 1e3),
-            "cpu_ms_min": round(min(cpu_seconds for _, cpu_seconds in times) * 1e3),
-            "ratio": round(medians["first"] / medians[start], 2),
-            "compared_with": "wall seconds of the first start, above 1 where it is faster",
-        }
+        row_of(f"train, {num_layers} layers, {start} start", times, medians["first"] / medians[start], compared_with)
         for start, times in taken.items()
     ]
+
+
+def row_of(what: str, times: list[tuple[float, float]], ratio: float, compared_with: str) -> dict:
+    """A row of the table, from (wall, processor) seconds."""
+    seconds = [wall for wall, _ in times]
+    return {
+        "what": what,
+        "ms_min": round(min(seconds) * 1e3),
+        "ms_median": round(statistics.median(seconds) * 1e3),
+        "cpu_ms_min": round(least_cpu(times) * 1e3),
+        "ratio": round(ratio, 2),
+        "compared_with": compared_with,
+    }
+
+
+def least_cpu(times: list[tuple[float, float]]) -> float:
+    return min(cpu for _, cpu in times)
 
 
 def first_step(folder: Path, num_layers: int, run_dir: Path) -> tuple[float, float]:
