@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kill_and_resume import LOG_EVERY, PHASE_ENDS, ROOT, STEPS, read_lines, write_corpus
+from kill_and_resume import LOG_EVERY, PHASE_ENDS, STEPS, read_lines, write_corpus
 
 LONG_STEPS = 1_000_000
 # Of losses, relative, up to the end of the first phase. Then text comes that the model never saw, and training makes
@@ -116,11 +116,8 @@ def start(launcher: Sequence[str], config: Path, run: Path, more: Sequence[str] 
     if not launcher:
         given += ["--num-processes", "1"]
     command = [*launcher, sys.executable, "-m", "curriculum", "train", str(config), *given]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with open(run.with_suffix(".log"), "ab") as output:
-        return subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
-        )
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
 def finish(process: subprocess.Popen, seconds: float, run: Path) -> None:

@@ -23,7 +23,6 @@ import numpy as np
 
 SAMPLE_SECONDS = 0.1
 FROM = (0.2, 0.5)  # shares of the steps to fit from; two, as memory that is freed once could hide growth in one fit
-ROOT = Path(__file__).parents[1]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -134,12 +133,7 @@ def start(command: str, folder: Path, config: dict, *options: str) -> subprocess
     """Start a `curriculum` command on a config, with the token stores in the same folder."""
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     arguments = [command, str(folder / "config.yaml"), "--store-dir", str(folder / "store"), *options]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", "curriculum", *arguments],
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    return subprocess.Popen([sys.executable, "-m", "curriculum", *arguments], stdout=subprocess.DEVNULL)
 
 
 def write_text(path: Path, num_bytes: float, seed: int) -> None:

@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parents[1]
 CLOCK_FIELDS = {
     "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
     "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
@@ -173,13 +172,12 @@ def write_corpus(folder: Path) -> Path:
 
 def start(config: Path, run: Path, store: Path, log: Path, *, cached: bool) -> subprocess.Popen:
     """`curriculum train --resume latest` in a process group of its own; what it prints is added to `log`."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {"PYTHONPATH": path} | ({} if cached else {"JAX_ENABLE_COMPILATION_CACHE": "false"})
+    variables = {} if cached else {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     places = ["--run-dir", str(run), "--store-dir", str(store)]
     with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "curriculum", "train", str(config), *places, "--resume", "latest"],
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **variables},
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | variables,
         )  # fmt: skip
 
 
