@@ -11,7 +11,6 @@ below --limit-gb. Both print their figures and exit with 1 if the limit is passe
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from curriculum.record.events import last_row
 
 SAMPLE_SECONDS = 0.1
 FROM = (0.2, 0.5)  # shares of the steps to fit from; two, as memory that is freed once could hide growth in one fit
@@ -72,9 +73,9 @@ def check_train(folder: Path, options: argparse.Namespace) -> bool:
     process = start("train", folder, config, "--run-dir", str(run))
     samples = []  # step, resident MB, of it anonymous
     while process.poll() is None:
-        memory, step = resident_mb(process.pid), last_step(run / "metrics.jsonl")
-        if memory is not None and step is not None:
-            samples.append((step, *memory))
+        memory, row = resident_mb(process.pid), last_row(run)
+        if memory is not None and row is not None:
+            samples.append((row["step"], *memory))
         time.sleep(SAMPLE_SECONDS)
     if process.returncode:
         sys.exit(f"the run ended with exit code {process.returncode}")
@@ -170,16 +171,6 @@ def resident_mb(process_id: int, field: str = "VmRSS") -> tuple[float, float] | 
     if field not in fields:
         return None
     return tuple(int(fields[name].split()[0]) * 1024 / 1e6 for name in (field, "RssAnon"))
-
-
-def last_step(path: Path) -> int | None:
-    """The step of the newest complete row of a metrics file; None while there is none."""
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 14)))
-        lines = file.read().split(b"\n")[:-1]
-    return json.loads(lines[-1])["step"] if lines else None
 
 
 if __name__ == "__main__":
