@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, help="rounds per variant; by default 3, for medium and long 4")
     parser.add_argument(
-        "--steps", type=int, help="timed steps per round; by default 100, for medium and long 10, for gpt2-* 20"
+        "--steps", type=int, help="timed steps per round; by default 20, for small 100, for medium and long 10"
     )
     parser.add_argument(
         "--wait-every",
