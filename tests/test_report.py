@@ -29,7 +29,8 @@ from curriculum.views.figures import (
     short_rate,
     thinned,
 )
-from curriculum.views.report import _mixture_course, report, write_report
+from curriculum.views.report import report, write_report
+from curriculum.views.report_run import _mixture_course
 from curriculum.views.report_runs import overlays
 from evalsets.metrics import summarise
 

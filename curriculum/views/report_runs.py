@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -21,6 +21,7 @@ from curriculum.views.figures import PALETTE, Curve, eval_curve
 from curriculum.views.inspection import inspect_run
 from curriculum.views.inspection_text import lineage_lines
 from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
+from curriculum.views.report_run import of_run
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
@@ -29,10 +30,10 @@ _MOST_OF_SECTION = 200  # keys of a section of the config that are shown
 _MOST_KEYS = 15  # more differing keys are folded, as they would push the comparison off the first screen
 
 
-def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]) -> list[Markup]:
+def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     """The page's sections: config differences, the comparison, eval charts, and each run's own report, folded.
 
-    `of_run` draws a run's own report. These are left out of a page with more than _MOST_WHOLE runs.
+    A page with more than _MOST_WHOLE runs leaves out the reports of single runs.
     """
     colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     facts = [inspect_run(run) for run in runs]
@@ -63,18 +64,16 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
         section("Config differences", _config_table(runs, names)),
         section("Comparison", *compared),
         section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
-        *_single_reports(runs, names, of_run),
+        *_single_reports(runs, facts, names),
     ]
 
 
-def _single_reports(
-    runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]
-) -> list[Markup]:
+def _single_reports(runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Markup]:
     if len(runs) > _MOST_WHOLE:
         return [note("For the full report of one run: curriculum report RUN -o FILE")]
     return [
-        tag("section", tag("h2", name), folded("Full report of this run", *of_run(run, name)))
-        for name, run in zip(names, runs, strict=True)
+        tag("section", tag("h2", name), folded("Full report of this run", *of_run(run, of_it, name)))
+        for run, of_it, name in zip(runs, facts, names, strict=True)
     ]
 
 
