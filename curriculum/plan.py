@@ -22,7 +22,7 @@ from curriculum.schema.adaptation import base_lineage, resolved_model
 from curriculum.schema.shapes import row_problems
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.batches import num_micro_steps
-from phases.caps import first_step
+from phases.caps import first_above
 from phases.schedule import Schedule, Segment
 
 # While muon orthogonalises its updates, XLA on a CPU holds this many arrays of the size of every matrix at once.
@@ -343,14 +343,11 @@ def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int |
     """By source, the first update of a phase that reads any of it again; sources that are not reread are left out."""
     found: dict[str, int] = {}
     for segment in (s for s in schedule.segments if s.phase == phase):
-        at_end = segment.cursors_at(segment.end)
+        at_start, at_end = segment.cursors_at(segment.start), segment.cursors_at(segment.end)
         for name in segment.quotas.sources:
             if name in found or (size := epochs_of.get(name)) is None:
                 continue
-            within = max(size, segment.cursors[name])
-            if at_end[name] > within:
-                over = first_step(
-                    segment, segment.end, lambda steps, s=segment, n=name, w=within: s.cursor_over(n, steps) > w
-                )
-                found[name] = over - 1
+            within = max(size, at_start[name])
+            if at_end[name] > within:  # of many sources a search for each would take long
+                found[name] = first_above(segment, name, within, segment.end) - 1
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -67,8 +66,7 @@ def _until_the_end(
     while True:
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
-            cursor_over = partial(segment.cursor_over, goal.source)
-            end = first_step(segment, step, lambda steps, over=cursor_over: over(steps) >= goal.tokens)
+            end = first_above(segment, goal.source, goal.tokens - 1, step)
             if end is not None:
                 return [*segments, replace(segment, end=end)], False
             if name is None:
@@ -131,12 +129,20 @@ def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> 
         cursors = segment.cursors_over(steps)
         return np.array([cursors[name] > limits[name] for name in sorted(limits)])
 
-    if not limits or (over := first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=0))) is None:
+    if not limits or (over := _first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=0))) is None:
         return None
     return over - 1, sorted(limits)[int(exceeded([over])[:, 0].argmax())]
 
 
-def first_step(segment: Segment, end: int, reached: Callable[[np.ndarray], np.ndarray]) -> int | None:
+def first_above(segment: Segment, name: str, tokens: int, end: int) -> int | None:
+    """The first step in (segment.start, end] at which a source's cursor is above `tokens`, or None.
+
+    At the segment's start it must not be above.
+    """
+    return _first_step(segment, end, lambda steps: segment.cursor_over(name, steps) > tokens)
+
+
+def _first_step(segment: Segment, end: int, reached: Callable[[np.ndarray], np.ndarray]) -> int | None:
     """The first step in (segment.start, end] at which `reached` holds, or None. Once true, `reached` must stay true."""
     low, high = segment.start, end
     if low == high or not reached(np.array([high]))[0]:

@@ -11,14 +11,15 @@ import pytest
 
 from curriculum.cli.plan import table
 from curriculum.config import build_config, load_config
-from curriculum.data.corpus import load_corpus
+from curriculum.data.corpus import find_sizes, load_corpus
 from curriculum.errors import InputError
-from curriculum.plan import plan
+from curriculum.plan import plan, plan_of
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.scheduling import check_schedule, mean_steps, resolve_schedule
 from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
+from phases.rollback import pass_over
 from phases.schedule import Phase, SourceSupply, cut
 
 
@@ -76,6 +77,22 @@ def test_the_numbers_by_hand(tmp_path):
     assert rows["b", "law"].first_repeat_step == 76
     assert p.rates == ((0, 1e-3), (50, 1e-3), (99, 1e-3))
     assert p.num_parameters and p.num_parameters > 0
+
+
+def test_the_first_repeat_where_the_end_of_an_epoch_was_passed_over(tmp_path):
+    data = {
+        "phases": [{"name": "a", "until": "end", "mixture": {"law": 1.0}}],
+        "train": {"steps": 60, "batch_size": 1, "seq_len": 20},
+    }
+    config = config_of(tmp_path, **data)
+    load_corpus(config, tmp_path / "store")
+    sizes = find_sizes(config, tmp_path / "store")
+    schedule = resolve_schedule(config, sizes.tokens_per_epoch)
+    # Update i reads law's sequence i of 49. The one that reads sequence 49, a second time the first one, is update 49;
+    # with the data of 6 updates from 46 on passed over, update 45 reads sequence 45, and 46 reads sequence 52.
+    rolled_back = pass_over(schedule, {"law": SourceSupply(980), "web": SourceSupply(3980)}, 46, 6)
+    assert [segment.start for segment in rolled_back.segments] == [0, 46]
+    assert [plan_of(config, sizes, s, None).rows[0].first_repeat_step for s in (schedule, rolled_back)] == [49, 46]
 
 
 def test_a_phase_says_with_what_it_goes_on_where_a_source_is_exhausted(tmp_path):
