@@ -141,7 +141,7 @@ class DataPlan:
         while step < end:
             segment = self.schedule.segment_at(step)
             until = min(end, segment.end) if step < segment.end else end
-            begin = segment.first_sequence + (step - segment.start) * segment.batch_size
+            begin = segment.position(step)
             positions = np.arange(begin, begin + (until - step) * segment.batch_size)
             columns = (column.reshape(until - step, -1) for column in self._draws(segment, positions))
             by_step += [Draws(*rows) for rows in zip(*columns, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from phases.checks import ScheduleError
-from phases.clocks import EpochGoal
+from phases.clocks import MOST_TOKENS, EpochGoal
 from phases.declared import Declared
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
@@ -119,19 +119,21 @@ def _within_cap(goal: EpochGoal, supply: SourceSupply) -> bool:
 
 def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> tuple[int, str] | None:
     """(update, source) of the first batch that would exceed a cap, or None; of several sources the first by name."""
-    limits = {
-        name: max(cap, segment.cursors[name])
-        for name in segment.quotas.sources
-        if (cap := supplies[name].cap_tokens) is not None
-    }
-
-    def exceeded(steps):
-        cursors = segment.cursors_over(steps)
-        return np.array([cursors[name] > limits[name] for name in sorted(limits)])
-
-    if not limits or (over := _first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=0))) is None:
+    caps = {name: supplies[name].cap_tokens for name in segment.quotas.sources}  # by name
+    if all(cap is None for cap in caps.values()):
         return None
-    return over - 1, sorted(limits)[int(exceeded([over])[:, 0].argmax())]
+    room_S = np.array(
+        [
+            MOST_TOKENS if cap is None else min(max(cap - segment.cursors[name], 0), MOST_TOKENS)
+            for name, cap in caps.items()
+        ]
+    )
+
+    def exceeded(steps):  # by step and source
+        return segment.quotas.counts(segment.position(steps)) * segment.seq_len > room_S
+
+    over = _first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=-1))
+    return None if over is None else (over - 1, list(caps)[int(exceeded(over).argmax())])
 
 
 def first_above(segment: Segment, name: str, tokens: int, end: int) -> int | None:

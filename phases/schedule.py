@@ -159,19 +159,13 @@ class Segment:
         before, after = self.ramp.from_mixture, self.mixture
         return {n: (1 - x) * before.get(n, 0.0) + x * after.get(n, 0.0) for n in sorted(before.keys() | after.keys())}
 
-    def cursors_over(self, steps) -> dict[str, np.ndarray]:
-        """The cursor of each source before each of `steps`, from `start` on; the order continues beyond `end`."""
-        positions = self.first_sequence + (np.asarray(steps, np.int64) - self.start) * self.batch_size
-        counts = self.quotas.counts(positions)
-        cursors = {n: np.full(positions.shape, c) for n, c in self.cursors.items()}
-        for i, name in enumerate(self.quotas.sources):
-            cursors[name] = cursors[name] + counts[..., i] * self.seq_len
-        return cursors
+    def position(self, step):
+        """The position in the segment's order of data at which the batch of `step`, or of each of an array, begins."""
+        return self.first_sequence + (step - self.start) * self.batch_size
 
-    def cursor_over(self, name: str, steps) -> np.ndarray:
-        """`cursors_over` of one source, which takes no longer if there are many others."""
-        positions = self.first_sequence + (np.asarray(steps, np.int64) - self.start) * self.batch_size
-        return self.cursors[name] + self.quotas.count(name, positions) * self.seq_len
+    def cursor_over(self, name: str, steps: np.ndarray) -> np.ndarray:
+        """The cursor of a source before each of `steps`, from `start` on; the order continues beyond `end`."""
+        return self.cursors[name] + self.quotas.count(name, self.position(steps)) * self.seq_len
 
     def read_by(self, step: int) -> dict[str, int]:
         """Tokens that the segment's updates before `step` read of each of its sources."""
@@ -210,10 +204,10 @@ class Segment:
 
     def continued(self, step: int) -> Segment:
         """The part from `step` on, in the same order of data: it reads exactly what this segment would."""
-        return replace(self, start=step, first_sequence=self.first_sequence + (step - self.start) * self.batch_size)
+        return replace(self, start=step, first_sequence=self.position(step))
 
     def cursors_at(self, step: int) -> dict[str, int]:
-        """`cursors_over` for one step, as plain ints."""
+        """The cursor of each source before `step`, from `start` on; the order continues beyond `end`."""
         return dict(self._cursors_at_end) if step == self.end else self._cursors_at(step)
 
     @cached_property
@@ -221,7 +215,7 @@ class Segment:
         return self._cursors_at(self.end)
 
     def _cursors_at(self, step: int) -> dict[str, int]:
-        position = self.first_sequence + (step - self.start) * self.batch_size
+        position = self.position(step)
         if position == 0:
             return dict(self.cursors)
         counts = zip(self.quotas.sources, self.quotas.counts(position).tolist(), strict=True)
