@@ -162,15 +162,14 @@ def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
     if not mixture:
         message = f"{name} is exhausted at step {step} and nothing else is in the mixture"
         raise ScheduleError([(f"{path}.mixture", f"{message}; add a source or shorten the phase")])
-    ramp = segment.ramp
+    rest = segment.rest(step)
+    ramp = rest.ramp
     if ramp is not None:
-        done = segment.ramp_steps_done(step)
         from_mixture = {n: w for n, w in ramp.from_mixture.items() if n != name}
         left = math.fsum(from_mixture.values())
-        if done >= ramp.steps or left == 0:
+        if left == 0:
             ramp = None
         else:
             ratio = ramp.mass_ratio * math.fsum(mixture.values()) / left
-            ramp = replace(ramp, from_mixture=normalised(from_mixture), steps_done=done, mass_ratio=ratio)
-    cursors = segment.cursors_at(step)
-    return replace(segment, start=step, mixture=normalised(mixture), ramp=ramp, cursors=cursors, first_sequence=0)
+            ramp = replace(ramp, from_mixture=normalised(from_mixture), mass_ratio=ratio)
+    return replace(rest, mixture=normalised(mixture), ramp=ramp)
