@@ -98,14 +98,14 @@ def _check_jump(
             "(train.steps, optim, the phase's lr)"
         )
     elif max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale):
-        where = f"{span.path}.batch_size"
+        where = "optim.allow_jump" if span.path is None else f"{span.path}.batch_size"
         message = (
             f"{jumps}, more than 2x: scaled from a batch of {before.batch_size} to {after.batch_size} "
             "(optim.scale_lr_by_batch); change the batch in smaller steps, give the phase an lr with rewarm_steps, "
             "or set optim.allow_jump: true"
         )
     else:
-        where = f"{span.path}.lr.peak"
+        where = "optim.allow_jump" if span.path is None else f"{span.path}.lr.peak"
         message = (
             f"{jumps}, more than 2x outside a decay or a re-warming of at least 2 updates; give the phase "
             "rewarm_steps or another peak, or set optim.allow_jump: true"

@@ -38,11 +38,9 @@ UNEVEN = (
 UNEVEN_EPOCHS = {"web": 20 * 192, "law": 5 * 192}
 
 
-def resolved(
-    phases=PHASES, supplies=SUPPLIES, lr=CONSTANT, total=70, batch=4, length=128, past=(), going_on=None, **more
-):
-    curriculum = Curriculum(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length, **more)
-    return resolve(curriculum, past=past, going_on=going_on)
+def resolved(phases=PHASES, supplies=SUPPLIES, lr=CONSTANT, total=70, batch=4, length=128, past=(), **more):
+    curriculum = Curriculum(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length)
+    return resolve(curriculum, past=past, **more)
 
 
 def problems(*phases, **kwargs):
@@ -300,6 +298,19 @@ def test_a_batch_that_makes_the_rate_jump_is_refused():
     # Inside a decay only what the batch changes counts: over the last of the 6 updates the rate falls to a third.
     falling = LrSchedule(lr=1e-3, decay_steps=6, min_lr_ratio=0.01, scale_lr_by_batch="sqrt")
     assert resolved((Phase("a", 69, MIX), Phase("b", "end", MIX, batch_size=5)), lr=falling)
+
+
+def test_a_jump_in_a_phase_that_is_declared_no_more_is_told_at_the_setting_that_allows_it():
+    """The rates of a past are as declared now from some step on, and one of its phases is gone."""
+    scaled, low = replace(CONSTANT, scale_lr_by_batch="sqrt", allow_jump=True), replace(CONSTANT, lr=1e-4)
+    for lr, now, batch_size, words in (
+        (scaled, replace(scaled, allow_jump=False), 64, "scaled from a batch of 4 to 64"),
+        (low, CONSTANT, 4, "outside a decay or a re-warming"),
+    ):
+        first, gone, last = Phase("a", 10, MIX), Phase("b", 20, MIX, batch_size=batch_size), Phase("c", "end", MIX)
+        past = cut(resolved((first, gone, last), lr=lr).segments, 20)
+        ((path, message),) = problems(first, last, lr=now, past=past, rates_from=10)
+        assert path == "optim.allow_jump" and "at step 10, more than 2x" in message and words in message
 
 
 @pytest.mark.parametrize(
