@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config, changed_config
 from curriculum.data.config_stores import place_of
-from curriculum.data.corpus import find_read_documents, load_evalsets, size_warnings
+from curriculum.data.corpus import find_trained_on, load_evalsets, size_warnings
 from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.errors import InputError, check_several, no_such
@@ -94,7 +94,7 @@ def evaluate(
     streams = {name: source["stream"] for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]}
     own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
     texts = {name: text for name, text in own_texts.items() if text is not None}
-    found = find_read_documents(own, streams, texts, store_dir, saved.tokenizer)
+    found, unknown = find_trained_on(config, own, streams, store_dir, saved.tokenizer) if texts else ({}, [])
 
     # Slow imports, after all checks that do without them.
     from curriculum.train.compiled import make_suite
@@ -118,10 +118,10 @@ def evaluate(
         warnings=(
             *warnings,
             *(
-                _read_warning(evalsets[name], num_documents, source, count, own)
-                for name, (num_documents, counts) in found.items()
-                for source, count in counts.items()
-                if count != 0
+                _read_warning(evalsets[name], found[name][0], source, found[name][1].get(source), own)
+                for name in texts
+                for source in streams
+                if source in unknown or source in found[name][1]
             ),
             *file_warnings({f"eval set {name}": text for name, text in texts.items()}),
             *size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new}),

@@ -25,8 +25,7 @@ from curriculum.data.config_stores import (
 from curriculum.data.documents import empty_warnings, file_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
-from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
-from curriculum.data.sources import SourceConfig
+from curriculum.data.prepare import find_tokenizer, prepare_tokenizer
 from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -146,40 +145,15 @@ def find_evalsets(config: Config, store_dir: str | Path, tokenizer: Tokenizer) -
     }
 
 
-def find_read_documents(
-    config: Config,
-    streams: Mapping[str, str],
-    texts: Mapping[str, SourceConfig],
-    store_dir: str | Path,
-    tokenizer: Tokenizer,
-) -> dict[str, tuple[int, dict[str, int | None]]]:
-    """For each new eval set: its number of documents, and by source how many of them a run of `config` trained on.
-
-    `streams`: by source that the run has read, its `stream` in `Corpus.details`. `texts`: the new sets' own text,
-    prepared already. All its documents count, even if `max_sequences` lets only some be measured. The count is None for
-    a source whose text is no longer that, or is not prepared here.
-    """
-    if not texts:
-        return {}
-    read = _hashes_read(config, streams, find_stores(config, tokenizer, store_dir), tokenizer)
-    found: dict[str, tuple[int, dict[str, int | None]]] = {}
-    for name, text in texts.items():
-        new = find_store(place_of(name), text, tokenizer, store_dir, config.chat).documents["hash"]
-        found[name] = (
-            len(new),
-            {source: int(overlapping(new, read[source]).sum()) if source in read else None for source in streams},
-        )
-    return found
-
-
 def find_trained_on(
     config: Config, base: Config, streams: Mapping[str, str], store_dir: str | Path, tokenizer: Tokenizer
 ) -> tuple[dict[str, tuple[int, dict[str, int]]], list[str]]:
-    """What another run was trained on of the eval sets of `config`, as far as both are prepared here.
+    """What a run was trained on of the eval sets of `config`, as far as both are prepared here.
 
-    `streams`: by source of the `base` config that the other run has read, its `stream` in `Corpus.details`. Returns by
+    `streams`: by source of the run's config, `base`, that it has read, its `stream` in `Corpus.details`. Returns by
     eval set its number of documents, and by source how many of them are in its stream; and the sources whose text is
-    no longer that, or is not prepared here.
+    no longer that, or is not prepared here. All documents of a set's text count, even if `max_sequences` lets only some
+    be measured.
     """
     of_base = find_stores(base, tokenizer, store_dir)
     read = _hashes_read(base, streams, of_base, tokenizer)
