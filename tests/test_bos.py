@@ -229,7 +229,8 @@ def test_conversations_have_one_bos_that_no_answer_counts(llama3, tmp_path):
     length = int(store.document_tokens_N[0])
     assert store.stream[:length].tolist() == [tokenizer.bos, *first, *rest, tokenizer.eot]
     assert store.scored_stream[:length].tolist() == [0, *[1] * len(first), *[0] * len(rest), 0]
-    assert store.document_scored(0).tolist() == [*[1] * len(first), *[0] * len(rest)]
+    start, stop = store.text_span(0)
+    assert store.scored_stream[start:stop].tolist() == [*[1] * len(first), *[0] * len(rest)]
     assert store.facts.num_scored == 120 * len(first)
     source = {"path": str(tmp_path / "talks"), "format": "messages"}
     for mode in ("stream", "best_fit"):

@@ -59,7 +59,7 @@ def test_the_first_documents_make_the_set_that_all_of_them_make(tmp_path, seed, 
     keep_N = generator.random(NUM_DOCUMENTS) < 0.3
     whole, divided = Split(keep_N), Split(keep_N | (np.arange(NUM_DOCUMENTS) == long), (long, 8))
     num_read, num_all = 0, 0
-    for split in (None, whole, divided):
+    for split in (Split(np.zeros(NUM_DOCUMENTS, bool)), whole, divided):
         documents = list(eval_documents(store, TOKENIZER, split))
         for seq_len in (1, 4, 40):
             for max_sequences in (1, 2, 7, 30, 10_000):

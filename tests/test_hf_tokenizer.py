@@ -17,6 +17,7 @@ from curriculum.data.held_out import eval_documents
 from curriculum.data.pieces import Piece, read_pieces
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
+from curriculum.data.split import Split
 from curriculum.data.tokenizers.hf_definition import byte_of
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
@@ -433,7 +434,7 @@ def test_bytes_of_answers_are_those_of_their_text(tokenizers, tmp_path):
     asked, answered = "cafe\u0301?", "e\u0301 oui"
     documents = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]]
     store = prepare_documents(documents, tokenizer, tmp_path / "out", chat=chat)
-    (document,) = eval_documents(store, tokenizer)
+    (document,) = eval_documents(store, tokenizer, Split(np.zeros(1, bool)))
     assert document.num_bytes == len(f"{answered}.".encode()) == 8
     assert tokenizer.decode_bytes(document.tokens[document.scored == 1]) == "\u00e9 oui.".encode()
 

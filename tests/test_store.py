@@ -22,6 +22,7 @@ from curriculum.errors import InputError
 
 EOT = 256
 TEXTS = ["ab", "cdefg", "é汉", "h", "ijklmnop", "qr"]
+NOTHING_KEPT = Split(np.zeros(len(TEXTS), bool))
 
 
 def write_store(directory, texts=TEXTS, shard_tokens=7):
@@ -95,8 +96,8 @@ def test_a_store_of_conversations_says_of_each_token_if_it_is_scored(tmp_path, s
     assert [d.scored.tolist() for d in documents] == [[0, 1], [0, 1, 1, 0, 0], [0, 0]]
     # The same text with another answer is other content; without marks there is no view of them.
     plain = write_store(tmp_path / "plain")
-    assert plain.scored_view() is None and plain.facts.num_scored is None and plain.document_scored(0) is None
-    assert list(eval_documents(plain, byte_tokenizer()))[0].scored is None
+    assert plain.scored_view() is None and plain.facts.num_scored is None and plain.scored_stream is None
+    assert list(eval_documents(plain, byte_tokenizer(), NOTHING_KEPT))[0].scored is None
     assert store.facts.content_hash != plain.facts.content_hash
     digests = b"".join(xxhash.xxh3_128(text.encode()).digest() for text in TEXTS)
     digests += xxhash.xxh3_128(bytes(sum(marks, []))).digest()
@@ -349,8 +350,8 @@ def test_training_and_held_out_documents_are_the_whole_and_disjoint(tmp_path):
     assert sorted(held, key=digests.get) == sorted(texts, key=digests.get)[: len(held)]
 
 
-def test_without_a_split_every_document_is_measured(store):
-    documents = list(eval_documents(store, byte_tokenizer()))
+def test_of_a_store_of_which_nothing_is_kept_every_document_is_measured(store):
+    documents = list(eval_documents(store, byte_tokenizer(), NOTHING_KEPT))
     assert [bytes(document.tokens.tolist()).decode() for document in documents] == TEXTS
     assert [document.num_bytes for document in documents] == [len(text.encode()) for text in TEXTS]
     assert documents[2].hash == tuple(store.documents["hash"][2].tolist())

@@ -252,7 +252,8 @@ def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) ->
     if source.held_out_of is not None:
         store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
     else:
-        store, split = stores.evalsets[name], None
+        store = stores.evalsets[name]
+        split = Split(np.zeros(store.facts.num_documents, bool))  # all of it is held out
     if source.max_sequences is None:
         documents = list(eval_documents(store, tokenizer, split))
     else:

@@ -62,29 +62,25 @@ def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocu
     return EvalDocument(tokens[is_text], len(text), split_hash(xxhash.xxh3_128(text)), scored)
 
 
-def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
-    """The documents that `split` holds out of a store, in the store's order; without a split all documents.
+def eval_documents(store: Store, tokenizer: Tokenizer, split: Split) -> Iterator[EvalDocument]:
+    """The documents that `split` holds out of a store, in the store's order.
 
     The tail of a divided document comes first, as a document of its own. Memory is that of the documents alone, however
     scattered they are: each is a copy, and the pages that it was read from are released.
     """
-    if split is None:
-        split = _whole(store)
     if (piece := held_out_piece(store, tokenizer, split)) is not None:
         yield piece
     yield from _read(store, split.held_out)
 
 
 def first_eval_documents(
-    store: Store, tokenizer: Tokenizer, split: Split | None, seq_len: int, max_sequences: int
+    store: Store, tokenizer: Tokenizer, split: Split, seq_len: int, max_sequences: int
 ) -> list[EvalDocument]:
     """As few of `eval_documents`, in their order, as give the same eval set of at most `max_sequences` windows.
 
     `cut_windows` takes whole documents in ascending hash order up to the first that does not fit. So documents are read
     in that order until they have `max_sequences` windows; the rest are not read at all.
     """
-    if split is None:
-        split = _whole(store)
     documents = split.held_out
     documents = documents[hash_order(store.documents["hash"][documents])]
     read, num_windows = {}, 0
@@ -98,22 +94,17 @@ def first_eval_documents(
     return [*([] if piece is None else [piece]), *(read[number] for number in sorted(read))]
 
 
-def _whole(store: Store) -> Split:
-    """The split that holds out everything."""
-    return Split(np.zeros(store.facts.num_documents, bool))
-
-
 def _read(store: Store, documents: np.ndarray) -> Iterator[EvalDocument]:
     """Documents of a store, in the order given."""
     try:
         for count, document in enumerate(documents.tolist(), start=1):
             record = store.documents[document]
-            scored = store.document_scored(document)
+            start, stop = store.text_span(document)
             yield EvalDocument(
-                store.document_tokens(document).copy(),
+                store.stream[start:stop].copy(),
                 int(record["scored_bytes"]),
                 tuple(record["hash"].tolist()),
-                None if scored is None else scored.copy(),
+                None if store.scored_stream is None else store.scored_stream[start:stop].copy(),
             )
             if count % _RELEASE_EVERY == 0:
                 store.release()

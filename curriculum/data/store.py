@@ -146,13 +146,8 @@ class Store:
 
     def document_tokens(self, document: int) -> np.ndarray:
         """The tokens of a document's text, without bos and end-of-text."""
-        start, stop = self._text_span(document)
+        start, stop = self.text_span(document)
         return self.stream[start:stop]
-
-    def document_scored(self, document: int) -> np.ndarray | None:
-        """Whether each of the `document_tokens` is scored, u8 1 or 0; None if all are."""
-        start, stop = self._text_span(document)
-        return None if self.scored_stream is None else self.scored_stream[start:stop]
 
     def release(self) -> None:
         """Release the memory of the token pages read so far; reading them again goes to the page cache or the disk.
@@ -162,7 +157,8 @@ class Store:
         for shard in [*self.shards, *(self._scored_shards if self.facts.num_scored is not None else ())]:
             shard.base.base.madvise(mmap.MADV_DONTNEED)  # the np.memmap below the array, and its mmap
 
-    def _text_span(self, document: int) -> tuple[int, int]:
+    def text_span(self, document: int) -> tuple[int, int]:
+        """(start, stop) in the stream of the tokens of a document's text, without bos and end-of-text."""
         stop = int(self.documents["end"][document])
         start = stop - int(self.document_tokens_N[document]) + self.facts.opening_tokens
         tokens = self.stream[start:stop]
