@@ -281,7 +281,9 @@ def stored(folder):
 
     def read():
         source = SourceConfig(path="talks.jsonl", format="messages")
-        return contents_of(prepare_store("talks", source, byte_tokenizer(), "stores", shard_tokens=40, chat=CHAT))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 40)
+            return contents_of(prepare_store("talks", source, byte_tokenizer(), "stores", chat=CHAT))
 
     held = read()
     (whole,) = Path("stores/stores").iterdir()

@@ -43,10 +43,11 @@ def store_dir(tmp_path):
 @pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
 def test_the_tokens_are_those_of_a_plain_loop(sources, store_dir, kind, piece_bytes, monkeypatch):
     monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 97)
     config = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bpe" else None)
     tokenizer = prepare_tokenizer(config, sources, store_dir)
     for name, source in sources.items():
-        store = prepare_store(name, source, tokenizer, store_dir, shard_tokens=97)
+        store = prepare_store(name, source, tokenizer, store_dir)
         texts = read_documents(source)
         expected = [token for text in texts for token in [*tokenizer.encode(text).tolist(), tokenizer.eot]]
         assert len(expected) > 300 and len(store.shards) > 3

@@ -19,8 +19,9 @@ def store_dir(tmp_path):
     return tmp_path / "prepared"
 
 
-def test_the_ids_of_conversations_by_hand(tmp_path, store_dir):
-    store = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, shard_tokens=5, chat=SHORT)
+def test_the_ids_of_conversations_by_hand(tmp_path, store_dir, monkeypatch):
+    monkeypatch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 5)
+    store = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, chat=SHORT)
     tokens = assert_by_hand(store, byte_tokenizer())
     assert tokens == [*"U:é.A:ab;".encode(), 256, *b"U:<|endoftext|>.A:c;U:d.", 256]
     assert len(store.shards) == 8 and store.facts.num_documents == 2

@@ -100,16 +100,17 @@ def test_text_that_changes_while_a_folder_is_made_of_it_is_refused(tmp_path, rew
     assert everything_in(tmp_path) == ["text", *sorted({"text/a.txt", f"text/{rewritten}"})]
 
 
-def test_documents_from_an_iterator(tmp_path, sources, store_dir):
+def test_documents_from_an_iterator(tmp_path, sources, store_dir, monkeypatch):
+    monkeypatch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 97)
     texts = [text for source in sources.values() for text in read_documents(source)]
     bpe = prepare_tokenizer(BPE, sources, store_dir)
     progress = Recorder()
-    store = prepare_documents(iter([*texts, ""]), bpe, tmp_path / "out", progress=progress, shard_tokens=97)
+    store = prepare_documents(iter([*texts, ""]), bpe, tmp_path / "out", progress=progress)
     assert store.view()[:].tolist() == [t for text in texts for t in [*bpe.encode(text).tolist(), bpe.eot]]
     assert store.facts.num_documents == len(texts) > 30 and store.facts.num_empty == 1
     assert store.facts.source == "documents" and store.scored_view() is None
     # It is the folder that the same texts in files give.
-    folder = prepare_folder([source.path for source in sources.values()], bpe, tmp_path / "same", shard_tokens=97)
+    folder = prepare_folder([source.path for source in sources.values()], bpe, tmp_path / "same")
     assert store.facts.content_hash == folder.facts.content_hash
     assert [p.name for p in sorted(store.directory.iterdir())] == [p.name for p in sorted(folder.directory.iterdir())]
     assert load_tokenizer(store.directory).fingerprint == bpe.fingerprint
@@ -120,8 +121,10 @@ def test_documents_from_an_iterator(tmp_path, sources, store_dir):
         find_store("x", SourceConfig(path=str(tmp_path / "out"), format="messages"), bpe, store_dir)
 
 
-def test_conversations_from_an_iterator(tmp_path, store_dir):
-    store = prepare_documents((talk for talk in TALKS), byte_tokenizer(), tmp_path / "out", chat=SHORT, shard_tokens=5)
+def test_conversations_from_an_iterator(tmp_path, store_dir, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 5)
+        store = prepare_documents((talk for talk in TALKS), byte_tokenizer(), tmp_path / "out", chat=SHORT)
     assert_by_hand(store, byte_tokenizer())
     from_file = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, chat=SHORT)
     assert store.facts.content_hash == from_file.facts.content_hash

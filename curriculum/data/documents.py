@@ -71,16 +71,14 @@ def _is_iterable(value: object) -> bool:
     return True
 
 
-def write_store(
-    directory: Path, documents: Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
-) -> None:
+def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, progress: Progress | None) -> None:
     """Encode the documents into a store in an empty folder; raises InputError for text that cannot be read or encoded.
 
     `progress` is called after every group.
     """
     pieces, template, origin, total_bytes = documents
     done_bytes = document_tokens = 0
-    with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens, template is not None)) as writer:
+    with closing(StoreWriter(directory, tokenizer.dtype_name, marks_scored=template is not None)) as writer:
         writer.opened = tokenizer.has_own_bos
         for group, tokens, counts in encode_pieces(pieces, tokenizer):
             scored = None

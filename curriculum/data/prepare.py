@@ -34,7 +34,6 @@ from curriculum.data.rows import type_name
 from curriculum.data.sources import SourceConfig, source_files, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import KEY_NAME, OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
-from curriculum.data.store_writer import SHARD_TOKENS
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
@@ -176,7 +175,6 @@ def prepare_store(
     tokenizer: Tokenizer,
     store_dir: str | Path,
     progress: Progress | None = None,
-    shard_tokens: int = SHARD_TOKENS,
     chat: ChatConfig = CHATML,
 ) -> Store:
     """The token store of a source: opened if it exists, built if it does not or if the content changed.
@@ -198,7 +196,7 @@ def prepare_store(
         if source.is_flat:
             index_flat(source, tokenizer, folder, progress)
         else:
-            write_store(folder, documents_of([source], chat), tokenizer, shard_tokens, progress)
+            write_store(folder, documents_of([source], chat), tokenizer, progress)
         if source_signature(source) != signature or find_content(source, store_dir) != content:
             raise _changed(source, f"source {name!r}: ")
 
@@ -226,7 +224,6 @@ def prepare_folder(
     output_dir: str | Path,
     text_key: str | None = None,
     progress: Progress | None = None,
-    shard_tokens: int = SHARD_TOKENS,
     *,
     format: str = "text",
 ) -> Store:
@@ -250,7 +247,7 @@ def prepare_folder(
     signatures = [source_signature(source) for source in sources]
 
     def write(folder: Path) -> None:
-        write_store(folder, documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
+        write_store(folder, documents_of(sources, CHATML), tokenizer, progress)
         for source, signature in zip(sources, signatures, strict=True):
             if source_signature(source) != signature:
                 raise _changed(source)
@@ -265,7 +262,6 @@ def prepare_documents(
     *,
     chat: ChatConfig | None = None,
     progress: Progress | None = None,
-    shard_tokens: int = SHARD_TOKENS,
 ) -> Store:
     """Tokenize documents from any iterator into a new folder, as `prepare_folder` does.
 
@@ -281,9 +277,7 @@ def prepare_documents(
         )
     given = given_documents(documents, chat)
     _check_new(Path(output_dir))
-    return _write_folder(
-        output_dir, tokenizer, lambda folder: write_store(folder, given, tokenizer, shard_tokens, progress)
-    )
+    return _write_folder(output_dir, tokenizer, lambda folder: write_store(folder, given, tokenizer, progress))
 
 
 def _check_new(output_dir: Path) -> None:

@@ -30,16 +30,17 @@ SHARD_TOKENS = 1 << 28
 class StoreWriter:
     """Writes a store into an empty folder, front to back, in bounded memory; `finish` completes it.
 
-    `marks_scored`: whether the store records which tokens are scored. `opened`, to be set before `finish`: whether each
-    document begins with a bos that is not end-of-text.
+    `shard_tokens`: the most tokens of a file, by default SHARD_TOKENS. `marks_scored`: whether the store records which
+    tokens are scored. `opened`, to be set before `finish`: whether each document begins with a bos that is not
+    end-of-text.
     """
 
-    def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS, marks_scored: bool = False):
+    def __init__(self, directory: Path, dtype: str, shard_tokens: int | None = None, marks_scored: bool = False):
         self.directory = directory
         self.shards: list[Shard] = []
         self.num_tokens = self.num_documents = self.num_bytes = self.num_empty = 0
         self._dtype = dtype
-        self._shard_tokens = shard_tokens
+        self._shard_tokens = shard_tokens or SHARD_TOKENS
         self._tokens = self._scored = None
         self.marks_scored = marks_scored
         self.opened = False
