@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +14,10 @@ Record = TypeVar("Record")
 
 
 def write_sidecar(path: Path, record: object) -> None:
-    """Write a dataclass as indented JSON and force it to the disk."""
+    """Write a dataclass as indented JSON."""
+    content = json.dumps(dataclasses.asdict(record), indent=2, ensure_ascii=False) + "\n"
     # A path that is not UTF-8 holds half surrogates: they are escaped, as \udce9, which JSON reads back.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        json.dump(dataclasses.asdict(record), stream, indent=2, ensure_ascii=False)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_text(content, encoding="utf-8", errors="backslashreplace")
 
 
 def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
@@ -60,5 +56,5 @@ def check_size(path: Path, expected_bytes: int, remedy: str) -> None:
 
 def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     """A file as a plain read-only array: slicing np.memmap itself costs several times as much. Raises InputError."""
-    with readable(path, "read"):
+    with readable(path):
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
