@@ -72,7 +72,7 @@ def cut_windows(
     bos: int,
     seq_len: int,
     max_sequences: int | None = None,
-    document_hashes: np.ndarray | Sequence[bytes] | None = None,
+    document_hashes: np.ndarray | None = None,
     scored: Sequence[np.ndarray | None] | None = None,
     document_bytes: Sequence[int] | None = None,
 ) -> EvalSet:
@@ -94,8 +94,7 @@ def cut_windows(
     max_sequences: the maximum number of windows. Whole documents are taken in ascending hash order up to the first
       that does not fit (so a smaller set is a subset of a larger one), and stay in the order of `documents`. The first
       document in hash order is always taken, even if it alone has more windows.
-    document_hashes: one for each document, empty ones included, uint64 pairs [D, 2] or bytes; default: computed from
-      the tokens.
+    document_hashes: one for each document, empty ones included, uint64 pairs [D, 2]; default: computed from the tokens.
     scored: one for each document, empty ones included: whether each of its tokens is scored, or None for all of them.
       Default: all tokens of all documents.
     document_bytes: one for each document, empty ones included: UTF-8 bytes of its scored text. They differ from the
@@ -129,7 +128,8 @@ def cut_windows(
         )
     if max_sequences is not None:
         if document_hashes is None:
-            document_hashes = [_hash_document(document) for document in documents]
+            digests = b"".join(_hash_document(document) for document in documents)
+            document_hashes = np.frombuffer(digests, ">u8").reshape(-1, 2)
         chosen_D = _smallest_hashes(document_hashes, windows, max_sequences)
     length_D = np.array([len(documents[i]) for i in chosen_D], np.int64)
     targets = np.concatenate([documents[i] for i in chosen_D])
@@ -176,17 +176,15 @@ def num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
     return int(np.count_nonzero(np.logical_or.reduceat(scored_t, np.arange(0, len(scored_t), seq_len))))
 
 
-def hash_order(document_hashes: np.ndarray | Sequence[bytes]) -> np.ndarray:
-    """Indices of the documents in ascending hash order; equal hashes keep the documents' order."""
-    if isinstance(document_hashes, np.ndarray) and document_hashes.ndim == 2:
-        return np.lexsort(document_hashes.T[::-1])
-    return np.array(sorted(range(len(document_hashes)), key=document_hashes.__getitem__), np.int64)
+def hash_order(document_hashes: np.ndarray) -> np.ndarray:
+    """Indices of the documents in ascending order of their hashes [D, 2]; equal ones keep the documents' order."""
+    return np.lexsort(document_hashes.T[::-1])
 
 
 def _check_documents(
     where: str,
     documents: Sequence[np.ndarray],
-    document_hashes: np.ndarray | Sequence[bytes] | None,
+    document_hashes: np.ndarray | None,
     document_bytes: Sequence[int] | None,
 ) -> None:
     for i, document in enumerate(documents):
@@ -225,9 +223,7 @@ def _check_ids(where: str, targets: np.ndarray, vocab_size: int, chosen_D: np.nd
         )
 
 
-def _smallest_hashes(
-    document_hashes: np.ndarray | Sequence[bytes], windows: np.ndarray, max_sequences: int
-) -> np.ndarray:
+def _smallest_hashes(document_hashes: np.ndarray, windows: np.ndarray, max_sequences: int) -> np.ndarray:
     """Indices, ascending, of the documents taken for at most `max_sequences` windows; `windows` are each one's."""
     order_D = hash_order(document_hashes)
     order_D = order_D[windows[order_D] > 0]
