@@ -141,8 +141,6 @@ def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
     """The name of the run of a config file with `overrides` as of `load_config`, without checking anything else."""
     data, origin = read_yaml(path)
     apply_options([("--set", value) for value in overrides if _OF_THE_NAME.match(value)], data, origin)
-    if not isinstance(data, dict):
-        return Config.name
     name = substitute({key: data[key] for key in ("name", "variables") if key in data}, origin.numbers)[0].get("name")
     return name if isinstance(name, str) and name else Config.name
 
@@ -356,7 +354,7 @@ def apply_options(
                 added.append(name)
     _drop_scraps(data, origin)
     _name_anew(data, origin)
-    if added and isinstance(data, dict) and "phases" not in data:
+    if added and "phases" not in data:
         replayed = _table(_table(data, "adaptation"), "replay")
         if mixture := {name: 1.0 for name in added if name not in replayed}:
             data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
@@ -371,13 +369,13 @@ def _is_gone(override: str, data: dict, origin: Origin) -> bool:
     """Whether an override is of a phase, by its name, that the data do not have."""
     if not (named := _OF_A_NAMED_PHASE.match(override)):
         return False
-    phases = data.get("phases") if isinstance(data, dict) else None
+    phases = data.get("phases")
     return isinstance(phases, list) and named[1] not in entry_names(phases, data, origin)
 
 
 def _name_anew(data: dict, origin: Origin) -> None:
     """Give options of phases that are named by a variable the name that it has in the end."""
-    phases = data.get("phases") if isinstance(data, dict) else None
+    phases = data.get("phases")
     for i, name in enumerate(entry_names(phases, data, origin) if isinstance(phases, list) else ()):
         where = f"phases[{i}]"
         if name is None or where in origin.options or f"{where}.name" in origin.options:
@@ -389,8 +387,6 @@ def _name_anew(data: dict, origin: Origin) -> None:
 
 def _drop_scraps(data: dict, origin: Origin) -> None:
     """Drop sources and eval sets of which there is nothing but single fields that remembered options give."""
-    if not isinstance(data, dict):
-        return
     evalsets = data.get("evalsets")
     sets = evalsets.get("sets") if isinstance(evalsets, dict) else None
     for where, entries in (("sources", data.get("sources")), ("evalsets.sets", sets)):
@@ -434,7 +430,5 @@ def named_directory(flag: str, item: str) -> tuple[str, str]:
 
 def _table(data: dict, key: str) -> dict:
     """data[key] as a mapping to add to; a wrong kind is left for the validation to name."""
-    if not isinstance(data, dict):
-        return {}
     table = data.setdefault(key, {})
     return table if isinstance(table, dict) else {}

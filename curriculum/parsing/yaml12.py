@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
@@ -147,6 +146,8 @@ def read_yaml(path) -> tuple[dict, Origin]:
     data = parse_yaml(text, origin)
     if data is None:
         raise InputError(f"{path}: is empty; expected a YAML config with sources, phases, evalsets and train")
+    if not isinstance(data, dict):
+        raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
     return data, origin
 
 
@@ -196,11 +197,10 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
 
 
-def entry_names(entries: list, data: Any, origin: Origin) -> list[str | None]:
+def entry_names(entries: list, data: dict, origin: Origin) -> list[str | None]:
     """The name of each entry of a list, variables replaced; None for one without a name that an override can use."""
-    variables = data.get("variables", {}) if isinstance(data, dict) else {}
     given = {"names": [entry.get("name") if isinstance(entry, dict) else None for entry in entries]}
-    names = substitute({**given, "variables": variables}, origin.numbers)[0]["names"]
+    names = substitute({**given, "variables": data.get("variables", {})}, origin.numbers)[0]["names"]
     usable = [isinstance(name, str) and _NAME.fullmatch(name) and not name.isdecimal() for name in names]
     return [name if fits else None for name, fits in zip(names, usable, strict=True)]
 
