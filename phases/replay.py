@@ -15,14 +15,8 @@ _SMALLEST_SHARE = 0.01  # smaller shares are multiplied as if they were this, so
 _ROUNDING = 1e-12  # error of a share that counts as 0
 
 
-class ReplayRefused(ScheduleError):
+class ReplayRefused(ValueError):
     """The share is not raised; the message says why, in a sentence."""
-
-    def __init__(self, why: str):
-        super().__init__([("phases", why)])
-
-    def __str__(self) -> str:
-        return self.problems[0][1]
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ def raise_share(
     try:
         whole = resolve(curriculum, past=cut(schedule.segments, step), going_on=edited)
     except ScheduleError as error:
-        raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
+        raise ReplayRefused(str(error).replace("\n", "; ")) from None
     if whole.total_steps != schedule.total_steps:
         raise ReplayRefused(f"the run would end at step {whole.total_steps} instead of {schedule.total_steps}")
     until = whole.phase_end(old.phase)
