@@ -20,6 +20,7 @@ from curriculum.model.presets import ModelSection
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
 from curriculum.parsing.variables import substitute
 from curriculum.parsing.yaml12 import WHENCE, Origin, entry_names, read_override, read_yaml
+from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import AdaptationSection, with_shares
 from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
@@ -192,14 +193,15 @@ def build_config(
     not_substituted = {path for path, _ in problems}
     known = [f.name for f in sections()]
     problems += [(str(key), no_such("key", str(key), [*known, "variables"])) for key in data if key not in known]
+    own = run_begun_in(continues)
     try:
-        data = model_from(data, continues)
+        data = model_from(data, own)
     except InputError as error:
         problems += [("model.from", problem) for problem in error.problems]
         data = {key: section for key, section in data.items() if key != "model"}
     inherited = None
     if check_paths or not set(INHERITED) <= data.keys():
-        inherited, wrong = _inherited(data, continues)
+        inherited, wrong = _inherited(data, own)
         problems += wrong
         if wrong and inherited is None:  # what its sections leave out is its own
             data = {key: section for key, section in data.items() if key not in INHERITED}
@@ -215,7 +217,7 @@ def build_config(
         *(PATH_CHECKS if check_paths else []),
         *(ROW_CHECKS if check_rows and continues is None else []),
     ]
-    if check_paths and not _keeps_tokenizer(values, continues):
+    if check_paths and not _keeps_tokenizer(values, own):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}
     problems += [p for needs, check in checks if needs <= looked_at for p in check({**values, "origin": origin})]
@@ -246,9 +248,8 @@ def _as_yaml(given: Any, path: str, problems: Problems) -> Any:
     return None
 
 
-def _keeps_tokenizer(values: Mapping[str, Any], continues: str | os.PathLike | None) -> bool:
+def _keeps_tokenizer(values: Mapping[str, Any], own: RunDirectory | None) -> bool:
     """Whether a run goes on with its own copy of the tokenizer, and needs no other."""
-    own = run_begun_in(continues)
     if own is None or not own.tokenizer.exists():
         return False
     return "tokenizer" in values and own.resolved()["tokenizer"] == _plain(values["tokenizer"])
@@ -275,14 +276,14 @@ def _read_sections(data: Mapping[str, Any], origin: Origin) -> tuple[dict[str, A
     return values, problems
 
 
-def _inherited(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage | None, list[tuple[str, str]]]:
+def _inherited(data: dict, own: RunDirectory | None) -> tuple[Heritage | None, list[tuple[str, str]]]:
     """What the config takes from the run it begins from, if it does, and what is wrong with that run."""
     section = data.get("adaptation")
     init_from = section.get("init_from") if isinstance(section, dict) else None
     if not isinstance(init_from, str):
         return None, []
     try:
-        found = heritage(init_from, continues)
+        found = heritage(init_from, own)
     except InputError as error:
         return None, [("adaptation.init_from", problem) for problem in error.problems]
     if found.is_hf and section.get("keep_optimizer") is True:

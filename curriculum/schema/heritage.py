@@ -71,13 +71,13 @@ class Heritage:
             yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
 
 
-def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
+def heritage(init_from: str, own: RunDirectory | None) -> Heritage:
     """What a config that begins from `init_from` inherits.
 
-    `continues` is the directory of the run that is resumed, if any. If that run began from `init_from` it has its own
-    copy of everything, and nothing else is looked at. Raises InputError if there is nothing to begin from.
+    `own` is the run that is resumed, if any. If that run began from `init_from` it has its own copy of everything, and
+    nothing else is looked at. Raises InputError if there is nothing to begin from.
     """
-    if (own := run_begun_in(continues)) is not None:
+    if own is not None:
         resolved = own.resolved()
         if same_place(resolved["adaptation"]["init_from"], init_from) and own.tokenizer.exists():
             sections = {name: resolved[name] for name in INHERITED}
@@ -130,12 +130,11 @@ def _hf_heritage(base: HfBase) -> Heritage:
     return Heritage(str(base.folder), sections, tokenizer, base.model.architecture, is_hf=True)
 
 
-def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dict[str, Any]:
+def model_from(data: dict[str, Any], own: RunDirectory | None) -> dict[str, Any]:
     """The data of a config with `model.from` replaced by the fields of the folder that it names.
 
-    The section's own fields override these. If the folder is gone, a resumed run, in the directory `continues`, uses
-    its own model section, which has the same architecture. Raises InputError if the folder cannot be used, or is given
-    beside a preset.
+    The section's own fields override these. If the folder is gone, a resumed run, `own`, uses its own model section,
+    which has the same architecture. Raises InputError if the folder cannot be used, or is given beside a preset.
     """
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("from"), str):
@@ -143,7 +142,6 @@ def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dic
     if model.get("preset") is not None:
         raise InputError(f"got {model['from']!r} beside the preset {model['preset']!r}; expected one of the two")
     folder = Path(os.path.expanduser(model["from"]))
-    own = run_begun_in(continues)
     if own is not None and not folder.exists():
         its = {key: value for key, value in (own.resolved()["model"] or {}).items() if key not in HOW}
     else:
