@@ -24,7 +24,7 @@ from curriculum.model.counts import num_head, num_parameters, num_projections, n
 from curriculum.model.presets import PRESETS, LoraConfig, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run
-from curriculum.schema.mesh import MeshConfig, rows_problem
+from curriculum.schema.mesh import MeshConfig, uneven_rows
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.mesh import AXES, describe_devices, make_mesh, partition_spec, state_shardings
 from curriculum.train.setup import build
@@ -344,7 +344,7 @@ def test_a_wrong_mesh_is_told_before_any_device_is_looked_at(mesh, expected):
 
 
 def test_rows_that_fit_are_no_problem():
-    assert rows_problem(16, 2, 8) is None and rows_problem(16, 2, 16) is not None
+    assert uneven_rows(16, 2, 8) is None and uneven_rows(16, 2, 16) is not None
     config = build_config(config_data("nowhere", ONE) | {"mesh": {}}, check_paths=False)
     assert config.mesh == MeshConfig(data=-1, fsdp=1, tensor=1)
     build_config(config_data("nowhere", (-1, 8, 3)), check_paths=False)

@@ -28,7 +28,7 @@ from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
-from curriculum.schema.mesh import MeshConfig, rows_problem
+from curriculum.schema.mesh import MeshConfig, uneven_rows
 from curriculum.train.abstract import abstract_batch, abstract_on_mesh
 from curriculum.train.mesh import AXES, ROW_AXES, constrain, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         given = f"--mesh {' '.join(map(str, sizes))}"
         if min(sizes) < 1:
             parser.error(f"{given}: expected three sizes of 1 or more; as many devices are simulated")
-        if problem := rows_problem(rows, grad_accum, sizes[0] * sizes[1]):
+        if problem := uneven_rows(rows, grad_accum, sizes[0] * sizes[1]):
             parser.error(f"{given}, --rows: {problem}")
     jax.config.update("jax_num_cpu_devices", max(map(math.prod, meshes)))
     config = replace(PRESETS[options.preset], compute_dtype=options.compute_dtype, remat=options.remat)

@@ -35,7 +35,7 @@ class MeshConfig:
         return max(self.data, 1) * max(self.fsdp, 1)
 
 
-def rows_problem(batch_size: int, grad_accum: int, row_shards: int) -> str | None:
+def uneven_rows(batch_size: int, grad_accum: int, row_shards: int) -> str | None:
     """Why the rows of a micro-step cannot be cut into `row_shards` equal parts; None if they can."""
     rows = batch_size // grad_accum
     if rows % row_shards == 0:

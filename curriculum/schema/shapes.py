@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from curriculum.model.formulation import CUDNN_LENGTH_STEP
 from curriculum.model.presets import ModelConfig, model_problems, resolve_model
-from curriculum.schema.mesh import rows_problem
+from curriculum.schema.mesh import uneven_rows
 from curriculum.schema.sections import TrainSection
 from phases.checks import check_lengths
 from phases.schedule import Phase
@@ -50,7 +50,7 @@ def row_problems(
     for cut in _cuts(train, phases, of):
         if cut.batch_size % cut.grad_accum:
             continue
-        if problem := rows_problem(cut.batch_size, cut.grad_accum, row_shards):
+        if problem := uneven_rows(cut.batch_size, cut.grad_accum, row_shards):
             phases_own = cut.accum_path.startswith("phases") and cut.batch_path.startswith("train")
             yield (cut.accum_path if phases_own else cut.batch_path), problem
 
