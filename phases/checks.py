@@ -91,7 +91,13 @@ def check_bounds(
         most = "at most 2**42 sequences and 2**62 tokens in a run"
         problems.append(("train.steps", f"{got}, expected {most}; lower one of the three"))
     for name, supply in supplies.items():
-        if supply.max_epochs is not None and not 0 < supply.max_epochs < math.inf:
-            got = f"got {supply.max_epochs}, expected a finite number above 0"
-            problems.append((f"sources.{name}.max_epochs", f"{got}; leave it out for no cap"))
+        problems += check_cap(name, supply.max_epochs)
     return problems
+
+
+def check_cap(name: str, max_epochs: float | None) -> list[tuple[str, str]]:
+    """The problem of a source's `max_epochs`, if it has one; None is no cap."""
+    if max_epochs is None or 0 < max_epochs < math.inf:
+        return []
+    expected = "expected a finite number above 0; leave it out for no cap"
+    return [(f"sources.{name}.max_epochs", f"got {max_epochs}, {expected}")]

@@ -15,7 +15,7 @@ from curriculum.record.events import Recorded
 from curriculum.schema.sections import EvalSource
 from curriculum.schema.shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from evalsets.evalset import PRIMARY
-from phases.checks import EXPECTED_NAME, NAME, check_phases
+from phases.checks import EXPECTED_NAME, NAME, check_cap, check_phases
 from phases.lr import check_rates
 
 _METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # suffixes of the record's keys
@@ -34,9 +34,7 @@ def _check_sources(v):
         path = f"sources.{name}"
         if not NAME.fullmatch(name):
             yield path, f"got the name {name!r}, {EXPECTED_NAME}"
-        if source.max_epochs is not None and not 0 < source.max_epochs < math.inf:
-            expected = "expected a finite number above 0; leave it out for no cap"
-            yield f"{path}.max_epochs", f"got {source.max_epochs}, {expected}"
+        yield from check_cap(name, source.max_epochs)
         if source.max_epochs is None and source.on_exhaust in ("stop", "renormalise"):
             why = "which has no effect without max_epochs: the source then repeats forever"
             fix = "set max_epochs, such as 1, or leave on_exhaust out"
