@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from curriculum.config import PRIMARY, Config
+from curriculum.config import Config
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.prepared import is_prepared
@@ -16,6 +16,7 @@ from curriculum.data.sources import SourceConfig
 from curriculum.data.split import Split, drop_overlap, parse_share
 from curriculum.data.store import Store
 from curriculum.data.tokenizers.tokenizer import Tokenizer
+from evalsets.evalset import PRIMARY
 
 
 class Stores(NamedTuple):
@@ -83,6 +84,12 @@ def split_stores(config: Config, tokenizer: Tokenizer, sources: dict[str, Store]
     return Stores(sources, evalsets, splits)
 
 
+def divided_document(stores: Stores, source: str) -> tuple[np.ndarray, int] | None:
+    """(content hash [1, 2], first token held out) of the document that the split of a source divides, if it does."""
+    cut = stores.splits[source].cut
+    return None if cut is None else (stores.sources[source].documents["hash"][cut[0] : cut[0] + 1], cut[1])
+
+
 def drop_evals(
     config: Config, tokenizer: Tokenizer, stores: Stores
 ) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
@@ -95,7 +102,7 @@ def drop_evals(
             hashes[name] = store.documents["hash"][split.held_out]
             if (piece := held_out_piece(store, tokenizer, split)) is not None:
                 hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
-                divided[name] = store.documents["hash"][split.cut[0]][None]
+                divided[name], _ = divided_document(stores, source.held_out_of)
     kept, dropped = {}, {}
     for name, store in stores.sources.items():
         # A source trains on the head of its own divided document; other sources must not have that document.

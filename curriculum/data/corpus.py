@@ -14,6 +14,7 @@ import xxhash
 from curriculum.config import Config
 from curriculum.data.config_stores import (
     Stores,
+    divided_document,
     drop_evals,
     find_stores,
     own_sources,
@@ -165,22 +166,16 @@ def find_trained_on(
             own = stores.evalsets[name].documents["hash"]
         elif (source := evalset.held_out_of) in stores.sources:
             own = stores.sources[source].documents["hash"][stores.splits[source].held_out]
-            tail = _divided(stores, source)
+            tail = divided_document(stores, source)
         else:
             continue
         counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in read.items()}
         if tail is not None:
             for source, hashes in read.items():
-                counts[source] += int(_reads_on(tail, hashes, _divided(of_base, source)))
+                counts[source] += int(_reads_on(tail, hashes, divided_document(of_base, source)))
         num_documents = len(own) + (tail is not None)
         found[name] = num_documents, {source: count for source, count in counts.items() if count}
     return found, [name for name in streams if name not in read]
-
-
-def _divided(stores: Stores, source: str) -> tuple[np.ndarray, int] | None:
-    """(content hash [1, 2], first token held out) of the document that the split of a source divides, if it does."""
-    cut = stores.splits[source].cut
-    return None if cut is None else (stores.sources[source].documents["hash"][cut[0] : cut[0] + 1], cut[1])
 
 
 def _reads_on(tail: tuple[np.ndarray, int], read: np.ndarray, divided: tuple[np.ndarray, int] | None) -> bool:
