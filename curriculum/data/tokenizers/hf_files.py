@@ -84,12 +84,8 @@ def read_hf_files(folder: str | Path) -> HfFiles:
     Raises InputError that lists what is missing, damaged or not supported.
     """
     folder = Path(folder)
-    files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
-    if DEFINITION_NAME not in files:
-        raise InputError(
-            f"{folder / DEFINITION_NAME}: is missing; expected a tokenizer that the `tokenizers` library reads; if "
-            "there is only a tokenizer.model, load it in transformers and save it"
-        )
+    expected = "a tokenizer that the `tokenizers` library reads"
+    files = _files_of(folder, f"{expected}; if there is only a tokenizer.model, load it in transformers and save it")
     parsed = _parsed(folder, files)
     config = _json(folder / CONFIG_NAME, files.get(CONFIG_NAME))
     named = _json(folder / MAP_NAME, files.get(MAP_NAME))
@@ -106,9 +102,7 @@ def read_hf_files(folder: str | Path) -> HfFiles:
 
 def load_hf_files(folder: Path, eot: int, bos: int | None) -> HfFiles:
     """The tokenizer whose files `save_hf_files` wrote; its eot and bos are known already."""
-    files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
-    if DEFINITION_NAME not in files:
-        raise InputError(f"{folder / DEFINITION_NAME}: is missing; expected the tokenizer saved with the run")
+    files = _files_of(folder, "the tokenizer saved with the run")
     return HfFiles(files, _parsed(folder, files), eot, bos)
 
 
@@ -117,6 +111,14 @@ def save_hf_files(folder: Path, files: HfFiles) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.files.items():
         (folder / name).write_bytes(content)
+
+
+def _files_of(folder: Path, expected: str) -> dict[str, bytes]:
+    """The content of each of KEPT_NAMES that is there; raises InputError without a definition, `expected`."""
+    files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
+    if DEFINITION_NAME not in files:
+        raise InputError(f"{folder / DEFINITION_NAME}: is missing; expected {expected}")
+    return files
 
 
 def _parsed(folder: Path, files: dict[str, bytes]) -> ParsedDefinition:
