@@ -187,7 +187,7 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     the run is gone.
     """
     given = config.adaptation.init_from
-    base = None if given is None or tokenizer is None else find_base(given, "ledger/")
+    base = None if given is None or tokenizer is None else find_base(given)
     if not isinstance(base, Base):
         return
     streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}

@@ -14,7 +14,7 @@ from phases.declared import Declared
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
 
-_MOST_TOLD = 4  # most sources of a phase that get a warning each as they are exhausted
+MOST_TOLD = 4  # most phases, or sources of a phase, that get a warning each, and most that one names
 _PARTS = 64  # that a search cuts its range into: counts at many steps take little longer than at one
 
 
@@ -39,9 +39,9 @@ def phase_segments(
 def _told(phase: str, exhausted: Sequence[tuple[int, str]]) -> list[str]:
     """Warnings of the (step, source) from which a phase continues without a source; of many, one for all of them."""
     told = [f"from step {step} on, phase {phase} continues without {name}" for step, name in exhausted]
-    if len(told) <= _MOST_TOLD:
+    if len(told) <= MOST_TOLD:
         return [f"{line}, which is exhausted" for line in told]
-    named = ", ".join(name for _, name in exhausted[1:_MOST_TOLD])
+    named = ", ".join(name for _, name in exhausted[1:MOST_TOLD])
     more = f"{len(told) - 1} more are exhausted in it, the last at step {exhausted[-1][0]}"
     return [f"{told[0]}, which is exhausted; {more}: {named}, ..."]
 

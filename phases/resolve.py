@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from phases.caps import ends_at_cap, phase_segments
+from phases.caps import MOST_TOLD, ends_at_cap, phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
 from phases.clocks import TokenGoal, reached
 from phases.declared import Curriculum, Declared, read_numbers
 from phases.mixture import normalised
 from phases.rates import with_rates
 from phases.schedule import NOT_DATA, Ramp, Schedule, Segment, SourceSupply, cut, joined
-
-MOST_TOLD = 4  # most phases that get a warning each, and most sources that one names
 
 
 def resolve(

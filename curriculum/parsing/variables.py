@@ -8,7 +8,7 @@ from typing import Any
 
 from curriculum.errors import nearest
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that is a mapping
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that is a mapping
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
@@ -31,7 +31,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
     problems = [
         (f"variables.{name}", f"got the name {name!r}, expected letters, digits, '_' and '-'")
         for name in variables
-        if not _NAME.fullmatch(name)
+        if not NAME.fullmatch(name)
     ]
 
     def look_up(name: str, path: str, within: tuple[str, ...]) -> Any:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import yaml
 
 from curriculum.errors import InputError
-from curriculum.parsing.variables import substitute
+from curriculum.parsing.variables import NAME, substitute
 
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_CHARACTERS = 1 << 20  # takes seconds to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
@@ -201,7 +200,7 @@ def entry_names(entries: list, data: dict, origin: Origin) -> list[str | None]:
     """The name of each entry of a list, variables replaced; None for one without a name that an override can use."""
     given = {"names": [entry.get("name") if isinstance(entry, dict) else None for entry in entries]}
     names = substitute({**given, "variables": data.get("variables", {})}, origin.numbers)[0]["names"]
-    usable = [isinstance(name, str) and _NAME.fullmatch(name) and not name.isdecimal() for name in names]
+    usable = [isinstance(name, str) and NAME.fullmatch(name) and not name.isdecimal() for name in names]
     return [name if fits else None for name, fits in zip(names, usable, strict=True)]
 
 

@@ -86,8 +86,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         )
     byte_of_letter = byte_level_letters()
     tokens = [b""] * vocab_size
-    for letters, token_id in vocabulary.items():
-        tokens[token_id] = bytes(byte_of_letter[letter] for letter in letters)
+    for name, token_id in vocabulary.items():
+        tokens[token_id] = bytes(byte_of_letter[letter] for letter in name)
     return Tokenizer("bpe", tuple(tokens), {END_OF_TEXT: vocab_size - 1}, r50k_pat_str)
 
 
