@@ -222,7 +222,8 @@ def build_config(
     looked_at = {name for name, section in values.items() if section is not None}
     problems += [p for needs, check in checks if needs <= looked_at for p in check({**values, "origin": origin})]
     if problems:
-        raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
+        problems.sort(key=lambda problem: origin.sort_key(problem[0]))
+        raise InputError(*dict.fromkeys(origin.problem(*problem) for problem in problems))
     if inherited is not None:
         origin = dataclasses.replace(origin, inherited_model=inherited.sections["model"])
     return Config(**values, origin=origin)

@@ -153,6 +153,9 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(folder):
     text = GOOD.replace("law: 0.5", "lwa: 0.5").replace("steps: 100", "stepz: 100").replace("lr: 6e-4", "lr: -1")
     found = problems(text)
     assert [p.split(": ")[1] for p in found] == ["phases[1].mixture.lwa", "train.steps", "train.stepz", "optim.lr"]
+    # Options come last, whatever they look like.
+    told = problems(GOOD.replace("lr: 6e-4", "lr: -1"), "sources.web.path=c.yaml:1:1: x")
+    assert [problem[:21] for problem in told] == ["c.yaml:12:9: optim.lr", "--set sources.web.pat"]
 
 
 def test_yaml_1_2_scalars(folder):

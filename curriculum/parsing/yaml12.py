@@ -83,25 +83,28 @@ class Origin:
 
         That is `file:line:column`, or an option of the command line.
         """
+        given = self._given(path)
+        if isinstance(given, str):
+            return f"{given} (which the run remembers)" if given in self.remembered else given
+        return self.file if given is None else "{}:{}:{}".format(self.file, *given)
+
+    def _given(self, path: str) -> str | tuple[int, int] | None:
+        """The option or the (line, column) that `place` tells; None if neither is known."""
         below = [option for p, option in self.options.items() if path and p.startswith((f"{path}.", f"{path}["))]
         if below and path not in self.positions:
-            return self._told(below[-1])
+            return below[-1]
         here = path
         while True:
             if here in self.options:
-                return self._told(self.options[here])
+                return self.options[here]
             if here in self.positions:
-                line, column = self.positions[here]
-                return f"{self.file}:{line}:{column}"
+                return self.positions[here]
             if here in self.made_of:
-                return self.place(self.made_of[here])
+                return self._given(self.made_of[here])
             if not here:
-                return self.file
+                return None
             cut = max(here.rfind("."), here.rfind("["))
             here = here[: max(cut, 0)]
-
-    def _told(self, option: str) -> str:
-        return f"{option} (which the run remembers)" if option in self.remembered else option
 
     def lost(self, path: str) -> dict[str, str]:
         """By key, the `--set` that restores what was lost below `path` when an option replaced all of it."""
@@ -118,11 +121,10 @@ class Origin:
             message += f"; {self.options[parent]} replaced all of {parent}: add {again}"
         return f"{self.place(path)}: {path}: {message}" if path else f"{self.place(path)}: {message}"
 
-    @staticmethod
-    def sort_key(problem: str):
-        """Problems in the order of the file."""
-        match = re.match(r"(.*?):(\d+):(\d+): ", problem)
-        return (0, int(match[2]), int(match[3])) if match else (1, 0, 0)
+    def sort_key(self, path: str) -> tuple:
+        """By which paths are in the order of the file, those of no place in it last."""
+        given = self._given(path)
+        return (0, *given) if isinstance(given, tuple) else (1,)
 
 
 def read_yaml(path) -> tuple[dict, Origin]:
