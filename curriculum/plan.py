@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -123,26 +123,7 @@ def plan_of(
         row_problems(config.train, config.phases, config.mesh.row_shards, schedule.phases_after(trained))
     ):
         raise config.error(problems)
-    rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
-    for phase, start, end in schedule.phase_bounds:
-        read, after = schedule.read(start, end), schedule.cursors_at(end)
-        total = sum(read.values())
-        asked, repeats = shares_asked(schedule, phase), _first_repeats(schedule, phase, epochs_of)
-        for name in sorted(asked, key=list(epochs_of).index):
-            size = epochs_of[name]
-            rows.append(
-                PlanRow(
-                    phase=phase,
-                    source=name,
-                    start=start,
-                    end=end,
-                    share_asked=asked[name],
-                    share_given=read[name] / total,
-                    tokens=read[name],
-                    epochs_so_far=None if size is None else after[name] / size,
-                    first_repeat_step=repeats.get(name),
-                )
-            )
+    warnings = [*schedule.warnings, *sizes.warnings]
     warnings += all_warnings(config, schedule, epochs_of, sizes.details, model, trained)
     evals = _evals(config, sizes, schedule, trained, config.eval_sources if resumes is None else resumes["measures"])
     ahead = schedule.tokens(schedule.total_steps) - schedule.tokens(trained)
@@ -170,7 +151,7 @@ def plan_of(
             "bytes": None if model is None else _checkpoint_bytes(config, model),
         },
         phases=describe_phases(schedule, config),
-        rows=tuple(rows),
+        rows=tuple(_rows(schedule, epochs_of)),
         rates=rates,
         passed_over=tuple(
             {"step": start, "phase": phase, "tokens": tokens}
@@ -185,6 +166,27 @@ def plan_of(
     )
 
 
+def _rows(schedule: Schedule, epochs_of: Mapping[str, int | None]) -> Iterator[PlanRow]:
+    """A row for each source of each phase, in the order of `epochs_of`."""
+    for phase, start, end in schedule.phase_bounds:
+        read, after = schedule.read(start, end), schedule.cursors_at(end)
+        total = sum(read.values())
+        asked, repeats = shares_asked(schedule, phase), _first_repeats(schedule, phase, epochs_of)
+        for name in (name for name in epochs_of if name in asked):
+            size = epochs_of[name]
+            yield PlanRow(
+                phase=phase,
+                source=name,
+                start=start,
+                end=end,
+                share_asked=asked[name],
+                share_given=read[name] / total,
+                tokens=read[name],
+                epochs_so_far=None if size is None else after[name] / size,
+                first_repeat_step=repeats.get(name),
+            )
+
+
 def prepare_command(config: Config) -> str:
     """The advice for text that is not prepared yet: which command to run."""
     prepare = f"curriculum prepare {'CONFIG' if config.origin.text is None else shlex.quote(config.origin.file)}"
@@ -193,8 +195,8 @@ def prepare_command(config: Config) -> str:
 
 def constant_tokens_per_step(schedule: Schedule) -> int | None:
     """Token slots of an update, None if segments differ in it."""
-    found = {segment.batch_size * segment.seq_len for segment in schedule.segments}
-    return found.pop() if len(found) == 1 else None
+    sizes = step_sizes(schedule)
+    return sizes[0]["tokens_per_step"] if len(sizes) == 1 else None
 
 
 def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
