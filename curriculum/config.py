@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -15,11 +14,12 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig
-from curriculum.errors import InputError, check_several, no_such
+from curriculum.errors import InputError, no_such
 from curriculum.model.presets import ModelSection
+from curriculum.parsing.options import apply_options, options_of
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
 from curriculum.parsing.variables import substitute
-from curriculum.parsing.yaml12 import WHENCE, Origin, entry_names, read_override, read_yaml
+from curriculum.parsing.yaml12 import Origin, read_yaml
 from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import AdaptationSection, with_shares
 from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
@@ -36,7 +36,6 @@ from curriculum.schema.sections import (
 )
 from curriculum.schema.shapes import ROW_CHECKS, with_seq_len
 from evalsets.evalset import PRIMARY
-from phases.checks import EXPECTED_NAME, NAME
 from phases.schedule import Phase
 
 _ALL_REPLAYED = (  # of `phases`
@@ -44,8 +43,6 @@ _ALL_REPLAYED = (  # of `phases`
     "the text to adapt to, or phases"
 )
 
-_OF_A_NAMED_PHASE = re.compile(r"\s*phases\.(?!\d+[.\[=\s])([A-Za-z0-9_-]+)[.\[=\s]")  # an override of it
-_OF_VARIABLES = re.compile(r"--set\s+variables\b")
 _OF_THE_NAME = re.compile(r"\s*(name|variables)\b")  # an override that the run's name may depend on
 
 
@@ -304,133 +301,3 @@ def _plain(value):
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def options_of(
-    overrides: Iterable[str] = (),
-    dataset_dirs: Iterable[str] = (),
-    eval_dataset_dirs: Iterable[str] = (),
-    init_from: str | os.PathLike | None = None,
-    keep_optimizer: bool = False,
-) -> list[tuple[str, str]]:
-    """What is given to `load_config` as (option of the command line, its value), in the order in which it applies."""
-    check_several("overrides", overrides)
-    options = [("--init-from", os.fspath(init_from))] if init_from is not None else []
-    options += [("--keep-optimizer", "")] if keep_optimizer else []
-    for flag, items in (("--dataset-dir", dataset_dirs), ("--eval-dataset-dir", eval_dataset_dirs)):
-        options += [(flag, f"{name}={folder}") for name, folder in named_directories(flag, items).items()]
-    return options + [("--set", value) for value in overrides]
-
-
-def apply_options(
-    options: Iterable[tuple[str, str]], data: dict, origin: Origin, remembered: Iterable[str] = ()
-) -> None:
-    """Change the data of a config by options as the command line gives them, in their order.
-
-    `remembered` come first, as `Config.command_line` gives them. Those of a phase, source or eval set that is there no
-    more are dropped: they would make it anew, of one field, or change another.
-    """
-    given, added = list(options), []
-    remembered = [option.partition(" ")[::2] for option in remembered]
-    remembered.sort(key=lambda option: not _OF_VARIABLES.match(_as_text(option)))  # which may be the names of phases
-    origin.remembered = {_as_text(option) for option in remembered} - {_as_text(option) for option in given}
-    for flag, value in [*remembered, *given]:
-        option = _as_text((flag, value))
-        if option in origin.remembered and flag == "--set" and _is_gone(value, data, origin):
-            origin.dropped.append(option)
-        elif flag == "--set":
-            read_override(data, origin, value)
-        elif flag in ("--init-from", "--keep-optimizer"):
-            key = flag[2:].replace("-", "_")
-            _table(data, "adaptation")[key] = value if flag == "--init-from" else True
-            origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
-        else:
-            name, directory = named_directory(flag, value)
-            inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
-            where = f"{'sources' if flag == '--dataset-dir' else 'evalsets.sets'}.{name}"
-            was, inside[name] = inside.get(name), {"path": directory}
-            origin.given_by(where, f"{flag} {name}={directory}")
-            if isinstance(was, dict):
-                origin.replaced[where] = was
-            if flag == "--dataset-dir":
-                added.append(name)
-    _drop_scraps(data, origin)
-    _name_anew(data, origin)
-    if added and "phases" not in data:
-        replayed = _table(_table(data, "adaptation"), "replay")
-        if mixture := {name: 1.0 for name in added if name not in replayed}:
-            data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
-        origin.made_of["phases"] = f"sources.{added[-1]}"
-
-
-def _as_text(option: tuple[str, str]) -> str:
-    return "{} {}".format(*option).rstrip()
-
-
-def _is_gone(override: str, data: dict, origin: Origin) -> bool:
-    """Whether an override is of a phase, by its name, that the data do not have."""
-    if not (named := _OF_A_NAMED_PHASE.match(override)):
-        return False
-    phases = data.get("phases")
-    return isinstance(phases, list) and named[1] not in entry_names(phases, data, origin)
-
-
-def _name_anew(data: dict, origin: Origin) -> None:
-    """Give options of phases that are named by a variable the name that it has in the end."""
-    phases = data.get("phases")
-    for i, name in enumerate(entry_names(phases, data, origin) if isinstance(phases, list) else ()):
-        where = f"phases[{i}]"
-        if name is None or where in origin.options or f"{where}.name" in origin.options:
-            continue  # a later option finds it by the name that it had before
-        for path in [path for path in origin.by_name if path.startswith(f"{where}.")]:
-            value = origin.by_name[path].partition("=")[2]
-            origin.by_name[path] = f"--set phases.{name}{path[len(where) :]}={value}"
-
-
-def _drop_scraps(data: dict, origin: Origin) -> None:
-    """Drop sources and eval sets of which there is nothing but single fields that remembered options give."""
-    evalsets = data.get("evalsets")
-    sets = evalsets.get("sets") if isinstance(evalsets, dict) else None
-    for where, entries in (("sources", data.get("sources")), ("evalsets.sets", sets)):
-        for name, entry in list(entries.items()) if isinstance(entries, dict) else ():
-            path = f"{where}.{name}"
-            below = {p: option for p, option in origin.options.items() if p.startswith(f"{path}.")}
-            whole = path in origin.positions or path in origin.options
-            if below and not whole and origin.remembered >= {*below.values()} and not entry.keys() & {*WHENCE}:
-                del entries[name]
-                origin.dropped += [origin.options.pop(p) for p in below]
-
-
-def named_directories(flag: str, items: Iterable[str] | Mapping[str, str | os.PathLike]) -> dict[str, str]:
-    """Directories by name, of all values of one command's option `flag`. Raises InputError for a name given twice.
-
-    From Python they may be given by name already.
-    """
-    check_several(flag, items)
-    found: dict[str, str] = {}
-    for item in (f"{name}={folder}" for name, folder in items.items()) if isinstance(items, Mapping) else items:
-        name, directory = named_directory(flag, os.fspath(item))
-        if name in found:
-            message = f"{name} is already the name of {found[name]}; expected another one, as in OTHER={directory}"
-            raise InputError(f"{flag} {item}: {message}")
-        found[name] = directory
-    return found
-
-
-def named_directory(flag: str, item: str) -> tuple[str, str]:
-    """(name, directory) of `[NAME=]DIR`, as the option `flag` takes it; a bare directory's name is its own."""
-    name, equals, directory = item.partition("=")
-    if not equals:
-        name, directory = os.path.basename(os.path.abspath(item)), item
-        if name and not NAME.fullmatch(name):
-            fix = f"give another: {flag} NAME={shlex.quote(item)}"
-            raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; {fix}")
-    if not name or not directory:
-        raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")
-    return name, directory
-
-
-def _table(data: dict, key: str) -> dict:
-    """data[key] as a mapping to add to; a wrong kind is left for the validation to name."""
-    table = data.setdefault(key, {})
-    return table if isinstance(table, dict) else {}

@@ -26,8 +26,8 @@ from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
 @STORE_DIR
 def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, store_dir):
     """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
-    from curriculum.config import named_directories
     from curriculum.evaluate import evaluate
+    from curriculum.parsing.options import named_directories
 
     measured = evaluate(
         run,

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from curriculum.config import Config, apply_options, load_config, options_of, run_name_of
+from curriculum.config import Config, load_config, run_name_of
 from curriculum.errors import shown
+from curriculum.parsing.options import apply_options, options_of
 from curriculum.parsing.variables import substitute
 from curriculum.parsing.yaml12 import Origin, parse_yaml
 from curriculum.run_directory import RunDirectory
