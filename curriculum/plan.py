@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
-from curriculum.plan_warnings import all_warnings, costly_evals, known_to_base, shares_asked
+from curriculum.plan_warnings import all_warnings, costly_evals, known_to_base
 from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
-from curriculum.scheduling import num_due, resolve_schedule
+from curriculum.scheduling import constant_tokens_per_step, describe_phases, num_due, resolve_schedule
 from curriculum.schema.adaptation import base_lineage, resolved_model
 from curriculum.schema.shapes import row_problems
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.batches import num_micro_steps
 from phases.caps import first_above
-from phases.schedule import Schedule, Segment
+from phases.schedule import Schedule
 
 # While muon orthogonalises its updates, XLA on a CPU holds this many arrays of the size of every matrix at once.
 MUON_ARRAYS = 6
@@ -171,7 +171,7 @@ def _rows(schedule: Schedule, epochs_of: Mapping[str, int | None]) -> Iterator[P
     for phase, start, end in schedule.phase_bounds:
         read, after = schedule.read(start, end), schedule.cursors_at(end)
         total = sum(read.values())
-        asked, repeats = shares_asked(schedule, phase), _first_repeats(schedule, phase, epochs_of)
+        asked, repeats = _shares_asked(schedule, phase), _first_repeats(schedule, phase, epochs_of)
         for name in (name for name in epochs_of if name in asked):
             size = epochs_of[name]
             yield PlanRow(
@@ -187,69 +187,24 @@ def _rows(schedule: Schedule, epochs_of: Mapping[str, int | None]) -> Iterator[P
             )
 
 
+def _shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
+    """Exact mean proportion of each source in the tokens of a phase, its ramp included.
+
+    A phase has several segments where it was edited on its way, perhaps to updates of another size.
+    """
+    segments = [s for s in schedule.segments if s.phase == phase]
+    tokens = [(s.end - s.start) * s.batch_size * s.seq_len for s in segments]
+    asked: dict[str, float] = {}
+    for segment, num_tokens in zip(segments, tokens, strict=True):
+        for name, share in segment.mean_mixture().items():
+            asked[name] = asked.get(name, 0.0) + share * num_tokens / sum(tokens)
+    return asked
+
+
 def prepare_command(config: Config) -> str:
     """The advice for text that is not prepared yet: which command to run."""
     prepare = f"curriculum prepare {'CONFIG' if config.origin.text is None else shlex.quote(config.origin.file)}"
     return f"run `{prepare}`{' with the same options' if config.command_line else ''}"
-
-
-def constant_tokens_per_step(schedule: Schedule) -> int | None:
-    """Token slots of an update, None if segments differ in it."""
-    sizes = step_sizes(schedule)
-    return sizes[0]["tokens_per_step"] if len(sizes) == 1 else None
-
-
-def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
-    """Each phase as the record keeps it: its bounds, the mixture after its ramp, the ramp, and its first shape.
-
-    A `rope_theta` of None is the model's own. `lr_scale` multiplies every learning rate of the phase. A phase whose
-    shape was edited midway has `reshaped`, {step, ...} of each later shape. One whose mixture or ramp changes midway,
-    as when a source is exhausted or by an edit, has `remixed`: {step, mixture} of each change, and `ramp_end`, the step
-    from which the mixture holds, if that is later.
-    """
-    phases = []
-    for name, start, end in schedule.phase_bounds:
-        own = [s for s in schedule.segments if start <= s.start < end]
-        segment = own[0]
-        ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
-        bounds = {"name": name, "start": start, "end": end, "tokens": schedule.tokens(end) - schedule.tokens(start)}
-        shapes = [(s.start, shape_of(s, config)) for s in own]
-        reshaped = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
-        phase = {**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shapes[0][1]}
-        turns = ((_mixture_from(s.start, was), _mixture_from(s.start, s)) for was, s in pairwise(own))
-        remixed = [now for was, now in turns if now != was]
-        phases.append(phase | ({"reshaped": reshaped} if reshaped else {}) | ({"remixed": remixed} if remixed else {}))
-    return tuple(phases)
-
-
-def _mixture_from(step: int, segment: Segment) -> dict[str, Any]:
-    """An entry of `remixed`: the mixture that a segment has, or goes on to, from `step` on."""
-    ramp_end = segment.ramp_end
-    ahead = {"ramp_end": ramp_end} if ramp_end is not None and ramp_end > step else {}
-    return {"step": step, "mixture": segment.mixture, **ahead}
-
-
-def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
-    """The shape of a segment's updates, and the other settings of their computation that a phase may set."""
-    return {
-        "batch_size": segment.batch_size,
-        "seq_len": segment.seq_len,
-        "grad_accum": num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size),
-        "rope_theta": segment.rope_theta,
-        "lr_scale": segment.lr_scale,
-    }
-
-
-def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
-    """{start, end, tokens_per_step} of each maximal stretch of updates of one size, in order."""
-    sizes: list[dict[str, int]] = []
-    for segment in schedule.segments:
-        tokens_per_step = segment.batch_size * segment.seq_len
-        if sizes and sizes[-1]["tokens_per_step"] == tokens_per_step:
-            sizes[-1]["end"] = segment.end
-        else:
-            sizes.append({"start": segment.start, "end": segment.end, "tokens_per_step": tokens_per_step})
-    return sizes
 
 
 def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int, first: Collection[str]) -> dict[str, Any]:

@@ -296,17 +296,3 @@ def _unread(config: Config, schedule: Schedule) -> list[str]:
                 f"one in a phase's mixture, or in all phases with adaptation.replay.{name}"
             )
     return warnings
-
-
-def shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
-    """Exact mean proportion of each source in the tokens of a phase, its ramp included.
-
-    A phase has several segments where it was edited on its way, perhaps to updates of another size.
-    """
-    segments = [s for s in schedule.segments if s.phase == phase]
-    tokens = [(s.end - s.start) * s.batch_size * s.seq_len for s in segments]
-    asked: dict[str, float] = {}
-    for segment, num_tokens in zip(segments, tokens, strict=True):
-        for name, share in segment.mean_mixture().items():
-            asked[name] = asked.get(name, 0.0) + share * num_tokens / sum(tokens)
-    return asked

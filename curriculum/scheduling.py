@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from curriculum.config import Config
 from curriculum.model.presets import HOW
 from curriculum.schema.adaptation import with_replay
+from phases.batches import num_micro_steps
 from phases.checks import ScheduleError
 from phases.declared import Curriculum
 from phases.lr import LrSchedule
@@ -199,3 +201,62 @@ def num_due(ends: Set[int], every: int, after: int) -> int:
     """
     between = sum(end > after and end % every > 0 for end in ends)
     return max(ends) // every - after // every + between
+
+
+def constant_tokens_per_step(schedule: Schedule) -> int | None:
+    """Token slots of an update, None if segments differ in it."""
+    sizes = step_sizes(schedule)
+    return sizes[0]["tokens_per_step"] if len(sizes) == 1 else None
+
+
+def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
+    """Each phase as the record keeps it: its bounds, the mixture after its ramp, the ramp, and its first shape.
+
+    A `rope_theta` of None is the model's own. `lr_scale` multiplies every learning rate of the phase. A phase whose
+    shape was edited midway has `reshaped`, {step, ...} of each later shape. One whose mixture or ramp changes midway,
+    as when a source is exhausted or by an edit, has `remixed`: {step, mixture} of each change, and `ramp_end`, the step
+    from which the mixture holds, if that is later.
+    """
+    phases = []
+    for name, start, end in schedule.phase_bounds:
+        own = [s for s in schedule.segments if start <= s.start < end]
+        segment = own[0]
+        ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
+        bounds = {"name": name, "start": start, "end": end, "tokens": schedule.tokens(end) - schedule.tokens(start)}
+        shapes = [(s.start, shape_of(s, config)) for s in own]
+        reshaped = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
+        phase = {**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shapes[0][1]}
+        turns = ((_mixture_from(s.start, was), _mixture_from(s.start, s)) for was, s in pairwise(own))
+        remixed = [now for was, now in turns if now != was]
+        phases.append(phase | ({"reshaped": reshaped} if reshaped else {}) | ({"remixed": remixed} if remixed else {}))
+    return tuple(phases)
+
+
+def _mixture_from(step: int, segment: Segment) -> dict[str, Any]:
+    """An entry of `remixed`: the mixture that a segment has, or goes on to, from `step` on."""
+    ramp_end = segment.ramp_end
+    ahead = {"ramp_end": ramp_end} if ramp_end is not None and ramp_end > step else {}
+    return {"step": step, "mixture": segment.mixture, **ahead}
+
+
+def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
+    """The shape of a segment's updates, and the other settings of their computation that a phase may set."""
+    return {
+        "batch_size": segment.batch_size,
+        "seq_len": segment.seq_len,
+        "grad_accum": num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size),
+        "rope_theta": segment.rope_theta,
+        "lr_scale": segment.lr_scale,
+    }
+
+
+def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
+    """{start, end, tokens_per_step} of each maximal stretch of updates of one size, in order."""
+    sizes: list[dict[str, int]] = []
+    for segment in schedule.segments:
+        tokens_per_step = segment.batch_size * segment.seq_len
+        if sizes and sizes[-1]["tokens_per_step"] == tokens_per_step:
+            sizes[-1]["end"] = segment.end
+        else:
+            sizes.append({"start": segment.start, "end": segment.end, "tokens_per_step": tokens_per_step})
+    return sizes

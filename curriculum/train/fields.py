@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from curriculum.model.model import count, num_parameters
-from curriculum.plan import constant_tokens_per_step, describe_phases, shape_of, step_sizes
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import Recorded, eval_key, record_name
+from curriculum.scheduling import constant_tokens_per_step, describe_phases, shape_of, step_sizes
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
