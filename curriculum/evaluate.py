@@ -17,7 +17,7 @@ from curriculum.errors import InputError, check_several, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
-from curriculum.weights import chosen_again, find_saved
+from curriculum.saved_weights import chosen_again, find_saved
 from evalsets.evalset import EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
 

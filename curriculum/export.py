@@ -29,8 +29,8 @@ from curriculum.model.presets import ModelConfig
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
+from curriculum.saved_weights import Weights, chosen_again, find_weights, ledger_beside
 from curriculum.views.model_card import Exported, model_card
-from curriculum.weights import Weights, chosen_again, find_weights, ledger_of
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -91,7 +91,7 @@ def export(
     # A model that the format has no class for is refused before the checkpoint is looked at.
     target = None if kind == "safetensors" else _target(directory, kind, dtype, begun_with)
     step, saved = find_weights(directory, step, weights)
-    ledger = ledger_of(directory, saved)
+    ledger = ledger_beside(directory, saved)
     architecture = architecture_at(ledger, step)
     if target is not None and architecture != begun_with:
         target = _target(directory, kind, dtype, architecture)
@@ -260,7 +260,7 @@ def _write_peft(
 def _described(
     target: _Target, kind: str, dtype: str, step: int, weights: str, ledger: Mapping[str, Any], merged: bool
 ) -> Exported:
-    """What the model card says about a folder; `ledger` is that of `ledger_of`."""
+    """What the model card says about a folder; `ledger` is that of `ledger_beside`."""
     of = Weights.parse(weights)
     drawn = None
     if of.phase is None:  # else the ledger is that of another step

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.errors import InputError, check_several
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.sampling import Sampling
-from curriculum.weights import chosen_again, find_saved
+from curriculum.saved_weights import chosen_again, find_saved
 
 if TYPE_CHECKING:
     from curriculum.model.continuation import Generation, NewText, Prompt

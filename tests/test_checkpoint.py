@@ -27,6 +27,7 @@ from curriculum.export import export
 from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, undamaged
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
+from curriculum.saved_weights import chosen_again, find_weights
 from curriculum.schema.adaptation import find_base
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
@@ -35,7 +36,6 @@ from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.resuming.opening import claim
 from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.step import init_state
-from curriculum.weights import chosen_again, find_weights
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from curriculum.find_checkpoint import CHECKPOINT_ITEMS
 from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import load_run
+from curriculum.saved_weights import Weights
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
 from curriculum.views.inspection import edits_of, inspect_run
@@ -30,7 +31,6 @@ from curriculum.views.inspection_text import mixture_text, text
 from curriculum.views.model_card_sections import evals, training
 from curriculum.views.report import report
 from curriculum.views.run_list import list_runs
-from curriculum.weights import Weights
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
 

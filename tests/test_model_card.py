@@ -13,10 +13,10 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.record.windows import read_results, write_results
 from curriculum.run import Run, load_run
 from curriculum.run_directory import RunDirectory
+from curriculum.saved_weights import Weights
 from curriculum.views import inspection_text
 from curriculum.views.inspection import inspect_run
 from curriculum.views.model_card import Exported, model_card
-from curriculum.weights import Weights
 
 CONFIG = ModelConfig(vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, d_model=8, d_ff=16, max_seq_len=64, num_ids=300)
 # Of 300 rows, for the other 20 are padding: 300 * 8 in the embedding; 2 layers of 2 norms of 8, 8 * (8 + 4 + 4 + 8) for

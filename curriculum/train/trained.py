@@ -14,13 +14,13 @@ from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
+from curriculum.saved_weights import Saved
 from curriculum.schema.adaptation import resolved_model
 from curriculum.schema.mesh import MeshConfig
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.bases import whole_params
 from curriculum.train.device import cache_compiled, check_platform, tune_device
 from curriculum.train.mesh import make_mesh
-from curriculum.weights import Saved
 
 
 class Trained(NamedTuple):

@@ -24,9 +24,9 @@ from curriculum.model.presets import ModelConfig
 from curriculum.record.queries import base_directory
 from curriculum.record.wording import mesh_text, typed
 from curriculum.run import Run
+from curriculum.saved_weights import Weights
 from curriculum.views.inspection_text import lineage_lines
 from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
-from curriculum.weights import Weights
 
 _QUESTION = "Who are you?"
 _PACKAGES = ("curriculum", "jax", "flax", "optax", "numpy", "tokenizers", "tiktoken")

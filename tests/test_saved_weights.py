@@ -3,7 +3,7 @@
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.weights import Weights
+from curriculum.saved_weights import Weights
 
 
 @pytest.mark.parametrize(

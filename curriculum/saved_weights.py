@@ -95,7 +95,7 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
 class Saved(NamedTuple):
     """Weights of a run on the disk, and what is needed to load them.
 
-    `arrays` is their folder, `step` the number of updates that they had, `ledger` that of `ledger_of`. `make_model`
+    `arrays` is their folder, `step` the number of updates that they had, `ledger` that of `ledger_beside`. `make_model`
     makes the run's model; None if its config describes it.
     """
 
@@ -124,11 +124,11 @@ def find_saved(
         raise InputError(f"{run}: was trained with a custom model; call {caller}(make_model=...) from Python")
     directory = RunDirectory(Path(run))
     step, arrays = find_weights(directory, step, weights)
-    ledger = ledger_of(directory, arrays)
+    ledger = ledger_beside(directory, arrays)
     return Saved(config, step, arrays, ledger, load_tokenizer(directory.tokenizer), make_model)
 
 
-def ledger_of(directory: RunDirectory, arrays: Path) -> dict[str, Any]:
+def ledger_beside(directory: RunDirectory, arrays: Path) -> dict[str, Any]:
     """The ledger of the checkpoint that holds `arrays`; for a mean of several, that of the run's latest checkpoint."""
     checkpoint = arrays.parent
     if checkpoint.parent == directory.averages:
