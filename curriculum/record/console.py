@@ -219,10 +219,11 @@ class Console:
         step = longer_from(self._plan, {newest, *checkpoint_steps(folder)})
         resumed = "latest" if step in (None, newest) else str(step)
         before = "" if resumed == "latest" else ", before the rate's decay"
+        comma = "," if before else ""
         if early:
-            how = f" with a higher max_epochs of it, or another on_exhaust{self._resume_hint(resumed)}"
+            how = f"{comma} with a higher max_epochs of it, or another on_exhaust{self._resume_hint(resumed)}"
         else:
-            how = self._resume_hint(resumed, True) or " with more train.steps"
+            how = self._resume_hint(resumed, True) or f"{comma} with more train.steps"
         yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
         if step is None:
             yield "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
