@@ -94,7 +94,7 @@ def evaluate(
     streams = {name: source["stream"] for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]}
     own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
     texts = {name: text for name, text in own_texts.items() if text is not None}
-    found, unknown = find_trained_on(config, own, streams, store_dir, saved.tokenizer) if texts else ({}, [])
+    found, unknown = find_trained_on(config, texts, own, streams, store_dir, saved.tokenizer) if texts else ({}, [])
 
     # Slow imports, after all checks that do without them.
     from curriculum.train.compiled import make_suite

@@ -193,7 +193,8 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}
     try:
         own = {section: base.config[section] for section in config.to_json()}
-        found, unknown = find_trained_on(config, config_from_json(own), streams, store_dir, tokenizer)
+        base_config = config_from_json(own)
+        found, unknown = find_trained_on(config, config.eval_sources, base_config, streams, store_dir, tokenizer)
     except (KeyError, InputError):  # of a config that is damaged, or of text that changed: the new run needs neither
         found, unknown = {}, list(streams)
     for name, (num_documents, counts) in found.items():

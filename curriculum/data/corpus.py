@@ -147,9 +147,14 @@ def find_evalsets(config: Config, store_dir: str | Path, tokenizer: Tokenizer) -
 
 
 def find_trained_on(
-    config: Config, base: Config, streams: Mapping[str, str], store_dir: str | Path, tokenizer: Tokenizer
+    config: Config,
+    names: Iterable[str],
+    base: Config,
+    streams: Mapping[str, str],
+    store_dir: str | Path,
+    tokenizer: Tokenizer,
 ) -> tuple[dict[str, tuple[int, dict[str, int]]], list[str]]:
-    """What a run was trained on of the eval sets of `config`, as far as both are prepared here.
+    """What a run was trained on of the eval sets of `config` with these names, as far as both are prepared here.
 
     `streams`: by source of the run's config, `base`, that it has read, its `stream` in `Corpus.details`. Returns by
     eval set its number of documents, and by source how many of them are in its stream; and the sources whose text is
@@ -160,8 +165,8 @@ def find_trained_on(
     read = _hashes_read(base, streams, of_base, tokenizer)
     stores = find_stores(config, tokenizer, store_dir)
     found = {}
-    for name, evalset in config.eval_sources.items():
-        tail = None
+    for name in names:
+        evalset, tail = config.eval_sources[name], None
         if name in stores.evalsets:
             own = stores.evalsets[name].documents["hash"]
         elif (source := evalset.held_out_of) in stores.sources:

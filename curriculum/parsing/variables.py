@@ -8,7 +8,7 @@ from typing import Any
 
 from curriculum.errors import nearest
 
-NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that is a mapping
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # without a dot, which looks up a key of what is named
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
