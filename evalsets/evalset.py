@@ -130,7 +130,7 @@ def cut_windows(
         if document_hashes is None:
             digests = b"".join(_hash_document(document) for document in documents)
             document_hashes = np.frombuffer(digests, ">u8").reshape(-1, 2)
-        chosen_D = _smallest_hashes(document_hashes, windows, max_sequences)
+        chosen_D = _smallest_hashes(np.asarray(document_hashes), windows, max_sequences)
     length_D = np.array([len(documents[i]) for i in chosen_D], np.int64)
     targets = np.concatenate([documents[i] for i in chosen_D])
     _check_ids(where, targets, vocab_size, chosen_D, length_D)
@@ -190,9 +190,9 @@ def _check_documents(
     for i, document in enumerate(documents):
         if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
             raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
-    if document_hashes is not None and len(document_hashes) != len(documents):
-        got = f"{len(document_hashes)} document hashes"
-        raise ValueError(f"{where}: {got}, expected {len(documents)}, one per document")
+    if document_hashes is not None and np.shape(document_hashes) != (len(documents), 2):
+        got = f"document hashes {list(np.shape(document_hashes))}"
+        raise ValueError(f"{where}: {got}, expected [{len(documents)}, 2], a pair for each document")
     if document_bytes is not None and len(document_bytes) != len(documents):
         raise ValueError(f"{where}: {len(document_bytes)} document_bytes, expected {len(documents)}, one per document")
 
