@@ -27,7 +27,7 @@ from curriculum.export import export
 from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, undamaged
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.saved_weights import chosen_again, find_weights
+from curriculum.saved_weights import chosen_again, find_weights, ledger_beside
 from curriculum.schema.adaptation import find_base
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
@@ -363,6 +363,15 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_anew_unless_it_was_na
     with pytest.raises(CheckpointGone, match="checkpoints/10: is gone: a training run keeps only its newest"):
         read(step=10)
     assert len(chosen) == 3
+
+
+def test_a_checkpoint_that_is_deleted_after_it_was_found_is_not_taken_for_a_mean(run):
+    directory = RunDirectory(run)
+    _, arrays = find_weights(directory, 10, "raw")
+    assert ledger_beside(directory, arrays)["step"] == 10
+    shutil.rmtree(arrays.parent)
+    with pytest.raises(CheckpointGone, match="checkpoints/10: is gone"):
+        ledger_beside(directory, arrays)
 
 
 def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):

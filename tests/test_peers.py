@@ -12,7 +12,7 @@ from started import ended, free_port, start
 
 from curriculum.errors import InputError
 from curriculum.train.processes import peers
-from curriculum.train.processes.connections import frame
+from curriculum.train.processes.connections import frame, is_loopback
 from curriculum.train.processes.launch import Launch
 from curriculum.train.processes.peers import Peers
 
@@ -213,3 +213,13 @@ def test_a_process_that_never_comes_is_named(monkeypatch, capsys):
     assert second.startswith(
         f"--coordinator 127.0.0.1:{port}: process 1 of 2 could not reach it for 0.3 s: Connection refused"
     )
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "::1"])
+def test_a_loopback_address_is_known(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["localhost.example", "10.0.0.1", "1127.0.0.1", "::2", "fe80::1"])
+def test_another_address_is_no_loopback(host):
+    assert not is_loopback(host)
