@@ -497,6 +497,18 @@ def test_a_raised_share_lasts_unless_the_branch_changes_its_phase(replaying, fol
         ]
 
 
+def test_a_raised_share_of_the_last_phase_stays_raised_in_a_longer_branch(replaying, folder, tmp_path):
+    data = yaml.safe_load((folder / "replaying.yaml").read_text())
+    del data["phases"][2]
+    data["phases"][1]["until"] = "end"
+    trunk = tmp_path / "trunk"
+    train(build_config(data), trunk, store_dir=folder / "store")
+    for at in (20, 24):
+        branch(trunk, at, tmp_path / f"at{at}", overrides=["train.steps=30"], store_dir=folder / "store")
+        segments = segments_from_json(read_ledger(tmp_path / f"at{at}/checkpoints/30")["segments"])
+        assert (at, segments[-1].mixture) == (at, pytest.approx({"law": 0.7, "web": 0.3}))
+
+
 def test_a_phase_ends_where_a_rollback_left_it_only_in_a_branch_that_takes_the_rollback_over(folder):
     config = load_config(folder / "trunk.yaml")
     whole = resolve_schedule(config, dict.fromkeys(config.sources, 10**6))

@@ -467,6 +467,25 @@ def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is
     assert on.segment_at(67).mixture == {"code": 1.0}
 
 
+@pytest.mark.parametrize("step", (95, 100))
+def test_a_raised_share_of_the_last_phase_stays_raised_in_a_longer_run(step):
+    base = changed(BASE, put("optim.schedule", "constant"))
+    schedule, _ = begun(base)
+    raised = replace(schedule.segment_at(90).rest(90), mixture={"web": 0.8, "law": 0.2}, ramp=None)
+    ended = Schedule((*cut(schedule.segments, 90), raised))
+    saved = ledger_of(config_of(base), ended, step) | {"past_end": 100}
+    longer = changed(base, put("train.steps", 150))
+    on, past, _ = resumed(saved, longer)
+    assert on.total_steps == past.end == 150 and on.segment_at(149).mixture == raised.mixture
+    assert read(on, 150) == read(Schedule((*cut(schedule.segments, 90), replace(raised, end=150))), 150)
+    on, _, _ = resumed(saved, changed(longer, reweighted("c", law=1.0)), accept_past=True)
+    assert on.segment_at(step - 1).mixture == raised.mixture and on.segment_at(step).mixture == {"law": 1.0}
+    after = {"name": "d", "until": "end", "mixture": {"web": 1.0}}
+    apart = changed(longer, lambda data: phase(data, "c").update(until=100), lambda data: data["phases"].append(after))
+    on, _, _ = resumed(saved, apart)
+    assert on.segment_at(99).mixture == raised.mixture and on.segment_at(100).mixture == {"web": 1.0}
+
+
 def test_of_many_changes_the_reason_tells_twelve_and_counts_the_others():
     changes = [{"path": f"phases.p{i}.until", "was": i, "now": i + 1} for i in range(15)]
     told = [f"phases.p{i}.until {i} → {i + 1}" for i in range(12)]

@@ -253,16 +253,18 @@ def _frozen(contrast: Contrast) -> tuple[int, int, Segment | None]:
 
     Up to the first bad update of a rollback the data are kept: what is passed over there follows them. There is a
     segment if something other than the config decided it, such as a raised share or a rollback. It lasts to its
-    phase's end, unless this edit changes what the phase draws. The rates and the phase's end are what the config says.
+    phase's end, unless this edit changes what the phase draws. The rates and the phase's end are what the config says,
+    so that the last phase of a run that ended goes on as it was if the run is made longer.
     """
     saved, schedule, now, step = contrast.saved, contrast.schedule, contrast.now, contrast.step
     until = saved["past_end"]
-    if until <= step:
+    last = until - 1 if until < schedule.total_steps else until
+    if last < step:
         return step, step, None
     step = max(step, (saved["branched_from"] or {"step": 0})["step"])
     data = max([step, *(rollback["first_bad_step"] + 1 for rollback in saved["history"]["rollbacks"])])
     segment = schedule.segment_at(data)
-    if data >= until or segment.phase != schedule.segment_at(until - 1).phase:
+    if data > last or segment.phase != schedule.segment_at(last).phase:
         return step, data, None
     return step, data, gone_on(segment, data, contrast.was, now, saved["settled"])
 
