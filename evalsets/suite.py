@@ -14,6 +14,7 @@ from evalsets.metrics import WindowResults
 
 _WIDE = {"f": np.float64, "i": np.int64}  # types of results by the kind of what was summed on the device
 NatsPerToken = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+SumWindows = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
 
 
 class Suite:
@@ -34,7 +35,6 @@ class Suite:
     Raises ValueError for: two sets of one name, sets of different seq_len, micro_batch_size below 1.
 
     evalsets: {name: EvalSet}, in the order given.
-    num_traces: how often the function was traced; 1 as long as the shapes and types of `params` stay the same.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Suite:
         }
 
         self._results_sharding, self._one_at_a_time = results_sharding, one_at_a_time
-        self._measure_by(nats_per_token)
+        self._measure_by(summed_by_window(nats_per_token))
 
-    def using(self, nats_per_token: NatsPerToken) -> Self:
+    def using(self, sum_windows: SumWindows) -> Self:
         """The same windows, shared on the device, measured by another function, which is compiled and traced apart."""
         other = copy.copy(self)
-        other._measure_by(nats_per_token)
+        other._measure_by(sum_windows)
         return other
 
     def compile(self, params: Any) -> None:
@@ -86,18 +86,7 @@ class Suite:
     def _first_arrays(self) -> tuple[jax.Array, jax.Array]:
         return next(iter(self._micro_batches.values()))[0]
 
-    def _measure_by(self, nats_per_token: NatsPerToken) -> None:
-        self.num_traces = 0
-
-        def sum_windows(params, tokens_BT1, scored_BT):
-            self.num_traces += 1
-            nats_BT, correct_BT = nats_per_token(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
-            # `where`, not a product: a NaN where nothing is scored must not reach the sum.
-            return {
-                "nats_N": _sum_pairwise(jnp.where(scored_BT, nats_BT, 0)),
-                "correct_N": jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32),
-            }
-
+    def _measure_by(self, sum_windows: SumWindows) -> None:
         self._sum_windows = jax.jit(sum_windows, out_shardings=self._results_sharding)
 
     def run(
@@ -149,6 +138,20 @@ class Suite:
                 document_N=evalset.origin_N.astype(np.int64),
             )
         return results
+
+
+def summed_by_window(nats_per_token: NatsPerToken) -> SumWindows:
+    """The function of a micro-batch that a suite compiles; `nats_per_token` as in `Suite`."""
+
+    def sum_windows(params: Any, tokens_BT1: jax.Array, scored_BT: jax.Array) -> dict[str, jax.Array]:
+        nats_BT, correct_BT = nats_per_token(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
+        # `where`, not a product: a NaN where nothing is scored must not reach the sum.
+        return {
+            "nats_N": _sum_pairwise(jnp.where(scored_BT, nats_BT, 0)),
+            "correct_N": jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32),
+        }
+
+    return sum_windows
 
 
 def _micro_batches(array_N: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:

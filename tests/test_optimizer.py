@@ -390,8 +390,10 @@ def test_settings_that_change_which_arrays_the_state_has_are_in_its_layout():
 
 
 def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, monkeypatch):
+    step_size = 1.0
+
     def momentum(config):
-        return optax.chain(optax.trace(config.b1), optax.scale(-1.0))
+        return optax.chain(optax.trace(config.b1), optax.scale(-step_size))
 
     with pytest.raises(
         InputError, match=r"optim.name: no such optimizer; did you mean 'muon'\? \(optimizers: adamw, l"
@@ -402,6 +404,10 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
     assert train(config, tmp_path / "run", store_dir=text.parent)["total_steps"] == 7
     losses = [row["loss"] for row in load_run(tmp_path / "run").metrics]
     assert losses[-1] < losses[0]
+    step_size = 0.0  # what it calls has changed, though it is the same function
+    train(config, tmp_path / "changed", store_dir=text.parent)
+    assert [row["loss"] for row in load_run(tmp_path / "changed").metrics] != losses
+    step_size = 1.0
     updates = run_rule(config.optim, {"w": [[3.0]]}, [{"w": [[1.0]]}, {"w": [[1.0]]}])
     assert [float(u["w"][0, 0]) for u in updates] == [-1.0, -1.5]
     assert build_config(config.to_json()) == config

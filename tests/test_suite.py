@@ -15,7 +15,7 @@ import pytest
 
 from evalsets.evalset import cut_windows
 from evalsets.metrics import summarise
-from evalsets.suite import Suite, _sum_pairwise
+from evalsets.suite import Suite, _sum_pairwise, summed_by_window
 
 EOT, VOCAB_SIZE, WIDTH, SEQ_LEN = 0, 17, 8, 12
 TOKEN_BYTES_V = np.array([0, *range(1, VOCAB_SIZE)])
@@ -139,7 +139,7 @@ def test_a_set_of_answers_changes_nothing_for_the_others_and_traces_nothing_anew
     alone = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=8).run(tiny_params())
     suite = Suite([answers, *four_evalsets()], tiny_nats_per_token, micro_batch_size=8)
     together = suite.run(tiny_params())
-    assert suite.num_traces == 1
+    assert suite._sum_windows._cache_size() == 1
     for name, expected in alone.items():
         assert_equal(together[name], expected)
 
@@ -197,7 +197,7 @@ results = suite.run(params)
 sums = [s for batches in suite._micro_batches.values() for s in suite._sum_windows(params, *batches[0]).values()]
 print(json.dumps({
     "devices": min(len(array.sharding.device_set) for array in placed),
-    "num_traces": suite.num_traces,
+    "num_programs": suite._sum_windows._cache_size(),
     "sums_everywhere": [array.is_fully_replicated for array in sums],
     "nats": {name: r.nats_N.tolist() for name, r in results.items()},
 }))
@@ -210,7 +210,7 @@ def test_independent_of_device_count(micro_batches_of_16):
     done = subprocess.run([sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     sharded = json.loads(done.stdout)
-    assert (sharded["devices"], sharded["num_traces"]) == (8, 1)
+    assert (sharded["devices"], sharded["num_programs"]) == (8, 1)
     assert len(sharded["sums_everywhere"]) >= 8 and all(sharded["sums_everywhere"])
     assert list(sharded["nats"]) == list(micro_batches_of_16) == ["a", "b", "c", "d"]
     for name, results in micro_batches_of_16.items():
@@ -225,11 +225,10 @@ def test_traced_once_over_four_sets_and_several_evals():
         return tiny_nats_per_token(params, inputs_BT, targets_BT)
 
     suite = Suite(four_evalsets(), counted, micro_batch_size=8)
-    assert suite.num_traces == len(traces) == 0
+    assert not traces
     first = suite.run(tiny_params())
     second = suite.run({name: array * 2 for name, array in tiny_params().items()})
     suite.run(tiny_params(), ["c"])
-    assert suite.num_traces == len(traces) == 1
     assert traces == [((8, SEQ_LEN), (8, SEQ_LEN))]
     assert summarise(first["a"]).loss != summarise(second["a"]).loss
 
@@ -249,28 +248,33 @@ def test_another_function_over_the_same_windows():
     suite = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=8, put=put)
     num_placed = len(placed)
     expected = suite.run(tiny_params())
-    other = suite.using(halved)
-    assert other.num_traces == 0
+    other = suite.using(summed_by_window(halved))
+    assert not traces
     found, again = other.run(tiny_params()), other.run(tiny_params(), ["b"])
-    assert (suite.num_traces, other.num_traces, len(traces), len(placed)) == (1, 1, 1, num_placed)
+    assert (len(traces), len(placed)) == (1, num_placed)
     assert list(found) == list(expected) == ["a", "b", "c", "d"]
     for name, results in expected.items():  # halving is exact
         assert_equal(found[name], results._replace(nats_N=results.nats_N / 2))
     assert_equal(again["b"], found["b"])
     assert_equal(suite.run(tiny_params())["a"], expected["a"])
-    assert suite.num_traces == 1
+    assert suite._sum_windows._cache_size() == 1
 
 
 def test_compiled_before_there_are_parameters():
-    evalsets = four_evalsets()
+    evalsets, traces = four_evalsets(), []
+
+    def counted(params, inputs_BT, targets_BT):
+        traces.append(inputs_BT.shape)
+        return tiny_nats_per_token(params, inputs_BT, targets_BT)
+
     expected = Suite(evalsets, tiny_nats_per_token, 16).run(tiny_params())
-    suite = Suite(evalsets, tiny_nats_per_token, 16)
+    suite = Suite(evalsets, counted, 16)
     suite.compile(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params()))
-    assert suite.num_traces == 1
+    assert len(traces) == 1
     results = suite.run(tiny_params())
     for name in expected:
         assert_equal(results[name], expected[name])
-    assert suite.num_traces == 1
+    assert len(traces) == 1
     with pytest.raises(TypeError, match="float32.*float16"):  # nothing is compiled for others behind one's back
         suite.run(jax.tree.map(np.float16, tiny_params()))
 
@@ -337,7 +341,7 @@ def test_nan_in_the_padding_stays_there_and_a_scored_nan_shows():
 def test_no_names_no_work():
     suite = Suite(four_evalsets(), tiny_nats_per_token)
     assert suite.run(tiny_params(), []) == {}
-    assert suite.num_traces == 0
+    assert suite._sum_windows._cache_size() == 0
     assert list(suite.run(tiny_params(), ["d", "b"])) == ["d", "b"]
 
 

@@ -21,7 +21,7 @@ from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
-from curriculum.train.step import read_window
+from curriculum.train.step import UpdateKnobs, read_window
 from curriculum.train.trainer import train
 from curriculum.views.inspection import inspect_run
 
@@ -650,9 +650,9 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     def make_step(*arguments, **settings):
         step = unwrapped(*arguments, **settings)
 
-        def counted_step(state, batch, lr, judged_from):
+        def counted_step(*inputs):
             traces.append("train")
-            return step(state, batch, lr, judged_from)
+            return step(*inputs)
 
         return counted_step
 
@@ -754,7 +754,7 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
         params = setup.states.first().params
         inputs_MT, targets_MT = (np.asarray(a).reshape(8, 32) for a in (batch.inputs_ABT, batch.targets_ABT))
         nats_MT = np.asarray(nats_per_token(setup.model, params, inputs_MT, targets_MT)[0], np.float64)
-        state = setup.update_at(0)(setup.states.first(), batch, np.float32(0), np.int32(0))
+        state = setup.update_at(0)(setup.states.first(), batch, *UpdateKnobs())
         assert np.sum(state.window.tokens_S2) == mask_MT.sum() < 8 * 32
         found = read_window(state.window, setup.course.plan.sources)
         assert found["loss"] == pytest.approx(nats_MT[mask_MT].mean(), rel=1e-6)

@@ -7,7 +7,9 @@ config is like the quickstart's, and its corpus is prepared. A large one has man
 each of 60 phases of 1,000 steps, a third of which begin with a ramp. A start of training is timed from the start of the
 process to the first row of metrics.jsonl, which is written after the first update; the evals before it are included. A
 first start has an empty cache of compiled programs. A second uses that cache as the first left it, in a new run
-directory. They take turns; the ratio is of the medians.
+directory. They take turns; the ratio is of the medians. A sweep trains twice in one process from Python, with another
+mixture, rate and seed the second time: from each call to the first row, the ratio of the first call's time to the
+second's.
 
 On a shared machine, trust the ratios of processor seconds.
 """
@@ -129,10 +131,53 @@ def training(folder: Path, num_layers: int, num_starts: int) -> list[dict]:
             times.append(first_step(folder, num_layers, folder / f"runs/{num_layers}-{start}-{i}"))
     medians = {start: statistics.median(seconds for seconds, _ in times) for start, times in taken.items()}
     compared_with = "wall seconds of the first start, above 1 where it is faster"
-    return [
+    rows = [
         row_of(f"train, {num_layers} layers, {start} start", times, medians["first"] / medians[start], compared_with)
         for start, times in taken.items()
     ]
+    calls = [sweep(folder, num_layers, folder / f"runs/{num_layers}-sweep-{i}") for i in range(num_starts)]
+    first, later = zip(*calls, strict=True)
+    ratio = statistics.median(wall for wall, _ in first) / statistics.median(wall for wall, _ in later)
+    what, compared_with = "later run of a process", "wall seconds of the process's first run, its programs in the cache"
+    return [*rows, row_of(f"train, {num_layers} layers, {what}", list(later), ratio, compared_with)]
+
+
+SWEEP = """
+import json, sys, time
+from pathlib import Path
+from curriculum.config import load_config
+from curriculum.train import trainer
+
+layers, directory = sys.argv[1:]
+changes = {
+    "first": [],
+    "later": ["optim.lr=1e-3", "seed=7", "phases.phase0.mixture={docs: 0.2, python: 0.8}"],
+}
+times = []
+for name, changed in changes.items():
+    set_all = [f"model.n_layer={layers}", "logging.every=1", "train.steps=40", *changed]
+    run_dir, began = Path(directory) / name, (time.perf_counter(), time.process_time())
+    update_at = trainer.Setup.update_at
+
+    def timed(setup, step):
+        if step == 1:  # the row of the first update is written
+            times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        return update_at(setup, step)
+
+    trainer.Setup.update_at = timed
+    trainer.train(load_config("c.json", set_all), run_dir)
+    trainer.Setup.update_at = update_at
+print(json.dumps(times))
+"""
+
+
+def sweep(folder: Path, num_layers: int, directory: Path) -> list[tuple[float, float]]:
+    """(wall, processor) seconds from the call to the first row of metrics, of each of two runs of one process."""
+    command = [sys.executable, "-c", SWEEP, str(num_layers), str(directory)]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"a sweep ended with {done.returncode}\n{done.stderr}")
+    return [(wall, cpu) for wall, cpu in json.loads(done.stdout.splitlines()[-1])]
 
 
 def row_of(what: str, times: list[tuple[float, float]], ratio: float, compared_with: str) -> dict:

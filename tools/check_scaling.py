@@ -30,7 +30,7 @@ from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
 from curriculum.schema.mesh import MeshConfig, uneven_rows
 from curriculum.train.abstract import abstract_batch, abstract_on_mesh
-from curriculum.train.mesh import AXES, ROW_AXES, constrain, make_mesh, on_mesh, state_shardings
+from curriculum.train.mesh import AXES, ROW_AXES, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.programs import StepShape, needed_bytes
 from curriculum.train.step import init_state, make_train_step
@@ -51,7 +51,7 @@ def compiled_update(
         NUM_SOURCES,
         grad_clip=1.0,
         document_mask=document_mask,
-        place_grads=partial(constrain, mesh),
+        mesh=mesh,
     )
     batch = abstract_batch(mesh, StepShape(grad_accum, rows // grad_accum, seq_len))
     lr = jax.ShapeDtypeStruct((), jnp.float32)

@@ -29,7 +29,7 @@ class Placement(NamedTuple):
     on_each: Callable[[Callable[..., jax.Array], int], Callable[..., jax.Array]] = lambda attend, num_groups: attend
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """The interface of a model: all that training, evals and checkpoints use of it.
 

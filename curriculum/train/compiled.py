@@ -11,18 +11,20 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.model.formulation import backend
+from curriculum.model.formulation import BY_BACKEND, Formulation, backend
 from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model
+from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
-from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, place_state, row_shards
+from curriculum.train.kept import kept
+from curriculum.train.mesh import everywhere, on_mesh, place_rows, place_state, row_shards
 from curriculum.train.programs import Programs, StepShape, needed_bytes
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
 from curriculum.train.step import TrainState, UpdateKnobs, clear_window, make_train_step
 from evalsets.evalset import EvalSet
-from evalsets.suite import Suite
+from evalsets.suite import Suite, SumWindows, summed_by_window
 
 # Up to this size of a state, a program that is compiled ahead is run once, on zeros. With one layer of width 32 the
 # first run took 30 to 60 ms of CPU time, later ones 3 to 5. Meanwhile it needs the memory of a second state.
@@ -95,18 +97,17 @@ class Compiled:
     def lower_update(self, shape: StepShape) -> jax.stages.Lowered:
         """The lowered update of a shape, as the compiler gets it."""
         states, config, mesh = self._states, self._states.config, self._states.mesh
-        train_step = make_train_step(
+        train_step = self._made(make_train_step)(
             self._model(shape.rope_theta),
             states.optimizer,
             len(states.sources),
             grad_clip=config.optim.grad_clip,
-            seed=config.seed,
             document_mask=config.packing.document_mask,
             deterministic=config.train.deterministic is True,
             ema_decay=config.averages.ema_decay,
             skip_updates=config.train.skip_updates,
             diverged_after=config.train.diverged_after,
-            place_grads=partial(constrain, mesh),
+            mesh=mesh,
         )
         inputs = [states.like, abstract_batch(mesh, shape), *UpdateKnobs()]
         frozen = {} if states.frozen is None else {"frozen": jax.tree.map(abstract_of, states.frozen)}
@@ -130,7 +131,7 @@ class Compiled:
         jax.block_until_ready(update(state, batch, *UpdateKnobs()).step)
 
     def _suite(self, rope_theta: float | None) -> Suite:
-        suite = self._own_suite.using(partial(nats_per_token, self._model(rope_theta)))
+        suite = self._own_suite.using(self._made(_sum_windows)(nats_per_token, self._model(rope_theta)))
         suite.compile(self._states.whole(self._states.like.params))
         return suite
 
@@ -141,10 +142,29 @@ class Compiled:
 
     def _model(self, rope_theta: float | None) -> Model:
         """The model on the mesh, with this rope theta; None: its own."""
-        model = self._states.model
+        architecture, mesh = self._states.architecture, self._states.mesh
+        if architecture is None:
+            return on_mesh(self._states.model, mesh)
         if rope_theta is not None:
-            model = transformer(replace(self._states.architecture, rope_theta=rope_theta))
-        return on_mesh(model, self._states.mesh)
+            architecture = replace(architecture, rope_theta=rope_theta)
+        return _transformer_on(architecture, mesh, BY_BACKEND[backend()])
+
+    def _made(self, make: Callable[..., Callable]) -> Callable[..., Callable]:
+        """`make`, or one that gives the functions of earlier runs again; those of a custom model are not kept."""
+        return make if self._states.architecture is None else _keeping(make)
+
+
+_keeping = kept(kept)
+
+
+@kept
+def _transformer_on(architecture: ModelConfig, mesh: Mesh, formulation: Formulation) -> Model:
+    """The transformer on a mesh; `formulation` is what it is computed by, so that another one is another model."""
+    return on_mesh(transformer(architecture), mesh)
+
+
+def _sum_windows(nats_per_token: Callable, model: Model) -> SumWindows:
+    return summed_by_window(partial(nats_per_token, model))
 
 
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:

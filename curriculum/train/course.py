@@ -85,8 +85,9 @@ class Course:
         self.feed.close()
 
     def knobs(self, step: int) -> UpdateKnobs:
-        """The arguments of update `step` besides its batch: its learning rate and its entry of `judged_from`."""
-        return UpdateKnobs(lr=np.float32(self.rates[step]), judged_from=np.int32(self.judged_from[step]))
+        """The arguments of update `step` besides its batch: its learning rate, entry of `judged_from`, and the seed."""
+        lr, judged_from = np.float32(self.rates[step]), np.int32(self.judged_from[step])
+        return UpdateKnobs(lr, judged_from, seed=np.uint32(self._config.seed))
 
     def shape_at(self, step: int) -> StepShape:
         """The shape of update `step`."""

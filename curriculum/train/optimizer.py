@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from curriculum.errors import InputError, no_such
+from curriculum.train.kept import kept
 
 if TYPE_CHECKING:
     import optax
@@ -144,10 +145,23 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
     gradient's norm at hand. All rules are called as `update(grads, opt_state, params, hessian_diagonal=fn)`. `fn()`
     returns a tree like the parameters, an estimate of the diagonal of the loss's Hessian; only rules that use one
     (sophia) call it. Moments are stored in trees with the keys of the parameters.
+
+    Equal settings of this module's rules give the same functions (`curriculum.train.kept`).
     """
     import optax
 
-    return optax.with_extra_args_support(OPTIMIZERS[config.name](config))
+    rules = OPTIMIZERS[config.name], OPTIMIZERS[config.muon.rest]
+    if any(rule.__module__ != __name__ for rule in rules):
+        return optax.with_extra_args_support(rules[0](config))
+    return _own_rule(OptimConfig(**{key.name: getattr(config, key.name) for key in fields(OptimConfig)}), rules)
+
+
+@kept
+def _own_rule(config: OptimConfig, rules: tuple[Callable, ...]) -> optax.GradientTransformationExtraArgs:
+    """`rules`: those that the config names; the first is the whole one."""
+    import optax
+
+    return optax.with_extra_args_support(rules[0](config))
 
 
 def adamw(config: OptimConfig) -> optax.GradientTransformation:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from curriculum.model.formulation import BY_BACKEND, backend
 from curriculum.model.lora import joined
@@ -20,6 +21,7 @@ from curriculum.model.loss import sample_targets, sum_nats
 from curriculum.model.model import Model, Params
 from curriculum.schema.sections import SkipUpdates
 from curriculum.train.guard import Guard, guarded, new_guard
+from curriculum.train.mesh import constrain
 from phases.batches import Batch
 
 
@@ -57,6 +59,7 @@ class UpdateKnobs(NamedTuple):
 
     lr: np.float32 = np.float32(0)
     judged_from: np.int32 = np.int32(0)  # as in `guarded`
+    seed: np.uint32 = np.uint32(0)
 
 
 _SAMPLED = 0x5A3D1ED  # folded into a row's key to sample targets from the model
@@ -94,16 +97,15 @@ def make_train_step(
     num_sources: int,
     *,
     grad_clip: float = 0.0,
-    seed: int = 0,
     document_mask: bool = False,
     deterministic: bool = False,
     ema_decay: float | None = None,
     skip_updates: SkipUpdates | None = SkipUpdates(),  # noqa: B008
     diverged_after: int = 128,
     skip: Literal["branch", "select"] | None = None,
-    place_grads: Callable[[Params], Params] = lambda grads: grads,
+    mesh: Mesh | None = None,
 ) -> TrainStep:
-    """Make train_step(state, batch, lr, judged_from=0, frozen=None) -> state, to be jitted with its state donated.
+    """Make train_step(state, batch, lr, judged_from=0, seed=0, frozen=None) -> state, to be jitted, its state donated.
 
     The function is pure. Its loss is the mean nats over the valid tokens of the whole batch, however many micro-steps
     it is cut into. Its gradient is clipped to a global norm of `grad_clip` (0: no clipping). `lr` is a float32 scalar.
@@ -119,18 +121,19 @@ def make_train_step(
     `document_mask` a token sees its own document only.
 
     The decay of the moving average `state.ema` is min(ema_decay, (1 + step) / (10 + step)), so that the first
-    parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters. `skip` is how a
+    parameters are forgotten. Gradients are pinned to the devices of `mesh` that hold the parameters. `skip` is how a
     skipped update leaves the state unchanged (`curriculum.model.formulation`); None: the backend's way. If only
     adapters are trained, `frozen` are the model's other parameters: they have no gradient, and stay with the caller.
     """
 
-    batch_gradient = _make_batch_gradient(model, num_sources, document_mask, deterministic, place_grads)
+    batch_gradient = _make_batch_gradient(model, num_sources, document_mask, deterministic, mesh)
 
     def train_step(
         state: TrainState,
         batch: Batch,
         lr: jax.Array,
         judged_from: jax.Array | int = 0,
+        seed: jax.Array | int = 0,
         frozen: Params | None = None,
     ) -> TrainState:
         keys_AB = _row_keys(seed, state.step, batch.source_ids_AB.shape)
@@ -231,9 +234,12 @@ def _make_batch_gradient(
     num_sources: int,
     document_mask: bool,
     deterministic: bool,
-    place_grads: Callable[[Params], Params],
+    mesh: Mesh | None,
 ) -> Callable[..., tuple[Params, jax.Array, jax.Array]]:
     """Make the gradient of a batch, summed over its micro-steps; arguments as in `make_train_step`."""
+
+    def pinned(grads: Params) -> Params:
+        return grads if mesh is None else constrain(mesh, grads)
 
     def batch_gradient(
         params: Params, frozen: Params | None, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False
@@ -262,13 +268,13 @@ def _make_batch_gradient(
             tokens_B = micro.loss_mask_ABT.sum(axis=1, dtype=jnp.int32)
             nats_S = jax.ops.segment_sum(nats_B, micro.source_ids_AB, num_sources)
             tokens_S = jax.ops.segment_sum(tokens_B, micro.source_ids_AB, num_sources)
-            own = (place_grads(grads), nats_S, tokens_S)
+            own = (pinned(grads), nats_S, tokens_S)
             return own if sums is None else jax.tree.map(jnp.add, sums, own), None
 
         if keys_AB.shape[0] == 1:  # nothing to add to
             return micro_step(None, jax.tree.map(lambda array: array[0], (batch, keys_AB)))[0]
         zeros = (
-            place_grads(jax.tree.map(jnp.zeros_like, params)),
+            pinned(jax.tree.map(jnp.zeros_like, params)),
             jnp.zeros(num_sources, jnp.float32),
             jnp.zeros(num_sources, jnp.int32),
         )
@@ -277,7 +283,7 @@ def _make_batch_gradient(
     return batch_gradient
 
 
-def _row_keys(seed: int, step: jax.Array, shape_AB: tuple[int, int]) -> jax.Array:
+def _row_keys(seed: jax.Array | int, step: jax.Array, shape_AB: tuple[int, int]) -> jax.Array:
     """keys_AB, one random key per row: the same however the rows are cut into micro-steps."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     rows_AB = jnp.arange(shape_AB[0] * shape_AB[1]).reshape(shape_AB)
