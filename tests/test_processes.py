@@ -189,6 +189,27 @@ def test_a_dry_run_of_one_process_alone_is_refused(folder):
     assert "error" not in silent
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("of", (0, 1))
+def test_a_config_of_one_process_alone_is_refused(runs, folder, of, tmp_path):
+    """Also one by which the processes would do other things together before they compare anything else."""
+    two = []
+    at = [f"--coordinator=127.0.0.1:{free_port()}", "--num-processes=2"]
+    for i in range(2):
+        begins = [f"--init-from={folder / '1'}", "--accept-past", "--resume=latest"] if i == of else []
+        command = ["-m", "curriculum", "train", folder / "long.json", "--run-dir", tmp_path / "run", *begins]
+        two.append(start([*command, "--store-dir", folder / "store", *at, f"--process-id={i}"]))
+    (code, text), (other, silent) = (ended(process, 120) for process in two)
+    assert (code, other) == (2, 2) and not (tmp_path / "run").exists()
+    expected = (
+        r"error: process 1 has (\w+) as the config's adaptation, process 0 (\w+); start all processes with the same"
+    )
+    assert len(set(re.search(expected, text).groups())) == 2
+    asked = [("null", '"latest"'), ('"latest"', "null")][of]
+    assert "error: process 1 has {} as --resume, process 0 {};".format(*asked) in text
+    assert "as --accept-past" in text and "error" not in silent and "Traceback" not in text + silent
+
+
 @pytest.fixture(scope="module")
 def course(folder):
     """A run of two processes the second of which is killed; resumed by one that gets SIGTERM; by two, one of which

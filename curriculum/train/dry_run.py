@@ -16,7 +16,7 @@ from curriculum.train.clock import peak_memory_gb
 from curriculum.train.mesh import describe_devices
 from curriculum.train.resuming.opening import check
 from curriculum.train.resuming.start import start_of
-from curriculum.train.setup import build
+from curriculum.train.setup import build, check_same_config
 from curriculum.train.step import read_window
 from evalsets.metrics import summarise
 
@@ -32,6 +32,7 @@ def dry_run(
     Leaves only prepared data and compiled programs behind. In the result, `updates` has for each shape, in words, the
     seconds it took to compile and the device memory it needs, as the compiler counts it (`plan` estimates it).
     """
+    check_same_config(config)
     check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     course, states, compiled = setup.course, setup.states, setup.compiled

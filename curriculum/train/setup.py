@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizers.tokenizer import Tokenizer
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
@@ -168,7 +168,7 @@ def build(
         frozen, lineage = load_frozen(config, architecture, start.frozen, lineage, like)
     states = States(config, mesh, model, architecture, frozen, start.base, course.plan.sources)
     compiled = Compiled(states, corpus)
-    check_same(lambda: _agreed(config, corpus, course.schedule, lineage))
+    check_same(lambda: _agreed(corpus, course.schedule, lineage))
     if count() > 1 and jax.default_backend() == "cpu":  # by gloo
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
@@ -216,19 +216,30 @@ def _check_rows(config: Config, mesh: Mesh, ahead: Collection[str] | None = None
         raise config.error(problems)
 
 
-def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
+def check_same_config(config: Config, **asked: Any) -> None:
+    """Raise InputError in every process if one has another config than process 0, or `asked` for something else.
+
+    To come before all that the processes do together: what that is, the config decides.
+    """
+    sections = {f"the config's {section}": _digest(value) for section, value in config.to_json().items()}
+    options = {f"--{name.replace('_', '-')}": shown(value) for name, value in asked.items()}
+    check_same(lambda: sections | options)
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
     """What all processes of a run must have in common, by name: versions and digests."""
     found = {
-        **{f"the config's {section}": value for section, value in config.to_json().items()},
         "the tokenizer": corpus.tokenizer.fingerprint,
         "the training text": {name: details["stream"] for name, details in corpus.details.items()},
         "the eval sets": {name: evalset.content_hash for name, evalset in corpus.evalsets.items()},
         "the schedule": segments_to_json(schedule.segments),
         "what the run begins from": lineage,
     }
-    return _program(Path(__file__).parents[2]) | {
-        name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()
-    }
+    return _program(Path(__file__).parents[2]) | {name: _digest(value) for name, value in found.items()}
 
 
 def _program(house: Path) -> dict[str, str]:

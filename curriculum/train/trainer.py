@@ -28,7 +28,7 @@ from curriculum.train.resuming.going_back import Rollback
 from curriculum.train.resuming.resumed import Resumed, resumed_by_first
 from curriculum.train.resuming.start import start_of
 from curriculum.train.running import Running
-from curriculum.train.setup import Setup, build
+from curriculum.train.setup import Setup, build, check_same_config
 from curriculum.train.signals import StopSignals
 from curriculum.train.watch import Evaluated, RegressionStop, transfer_matrix
 
@@ -55,6 +55,7 @@ def train(
     Raises Diverged if training diverged and a rollback is not configured or not possible.
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
+    check_same_config(config, resume=resume, accept_past=accept_past)
     with RunLock(directory.path) as lock:
         resumed, under_way = resumed_by_first(lambda: opening.claim(directory, lock, resume))
         saved = going_back.ledger_of(under_way, resumed)
