@@ -68,10 +68,13 @@ ENDS = {
     },
     "mean": {},
     "full": {},
+    "record": {},
+    "other": {},
 }
-# From which update on the disk of process 0 takes no longer files than that, the saves before it being over. What is next
-# is to save the mean of the first phase, while the record waits; and the checkpoint of step 12, beside a record of 13 kB.
-FULL_AT = {"mean": (7, 600), "full": (8, 20_000)}
+# From which update on the disk of a process takes no longer files than that, the saves before it being over. What is next
+# is to save the mean of the first phase, while the record waits; the checkpoint of step 12, beside a record of 13 kB; the
+# record before it; and process 1's part of it.
+FULL_AT = {"mean": (0, 7, 600), "full": (0, 8, 20_000), "record": (0, 8, 1), "other": (1, 8, 1)}
 
 
 def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names: str):
@@ -89,8 +92,8 @@ def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names:
         init(self, *arguments, **options)
 
     def fills(self, step):
-        full_at, longest = FULL_AT.get(name, (None, None))
-        if step == full_at and process_id == "0":
+        full_in, full_at, longest = FULL_AT.get(name, (None, None, None))
+        if (full_in, full_at) == (int(process_id), step):
             while not all(saving.settled for saving in folders):
                 time.sleep(0.01)
             sys.dont_write_bytecode = True  # a file cut short would stay

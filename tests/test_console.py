@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -408,6 +409,7 @@ def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
     def counted(step, total, nonfinite, outliers):
         return row(step) | {"skipped_updates": total, "skipped_nonfinite": nonfinite, "skipped_outliers": outliers}
 
+    (tmp_path / "checkpoints/200").mkdir(parents=True)
     stream = io.StringIO()
     console = Console(tmp_path, stream=stream, clock=Clock())
     console.event(start())
@@ -738,6 +740,8 @@ def test_link_takes_the_name_of_a_run_literally():
         ([], []),
         ([start()], ["stopped before the first checkpoint: the run starts again at step 0"]),
         ([start(), stamped("checkpoint", 200)], ["stopped", "  resume from  {run}/checkpoints/200: again"]),
+        ([start(), stamped("checkpoint", 300)], ["stopped", "  resume from  {run}/checkpoints/200: again"]),
+        ([start(), stamped("checkpoint", 50)], ["stopped before the first checkpoint: the run starts again at step 0"]),
         ([start(), ROLLBACK | {"step": 0}], ["stopped before the first checkpoint: the run starts again at step 0"]),
         ([stamped("resume", 100, plan=PLAN)], ["stopped", "  resume from  {run}/checkpoints/100: again"]),
         ([start(), stamped("checkpoint", 200), DIVERGED], []),  # what to do then, a summary says
@@ -745,6 +749,9 @@ def test_link_takes_the_name_of_a_run_literally():
     ],
 )
 def test_a_run_that_stops_early_says_where_to_take_it_up(tmp_path, events, closing):
+    """In a folder with the checkpoints of 100 and 200; those of others are still being saved, or could not be."""
+    for step, item in itertools.product((100, 200), CHECKPOINT_ITEMS):
+        (tmp_path / f"checkpoints/{step}/{item}").mkdir(parents=True)
     stream = io.StringIO()
     console = Console(tmp_path, resume_command=lambda step, longer: "again", stream=stream)
     for event in events:

@@ -156,6 +156,9 @@ class Console:
         """Close the view; if the run is not over, print where to resume from."""
         self._tell_skipped()
         if self._total_steps and not self._over:
+            if self._checkpoint_step is not None and not self._checkpoint.is_dir():  # its save failed, or is under way
+                saved = checkpoint_steps(RunDirectory(self._run_dir).checkpoints)
+                self._checkpoint_step = max((step for step in saved if step < self._checkpoint_step), default=None)
             if self._checkpoint_step is None:
                 self._print("stopped before the first checkpoint: the run starts again at step 0")
             else:

@@ -10,7 +10,7 @@ from curriculum.errors import InputError
 from curriculum.record.events import Record
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.best import BestCheckpoints
-from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed
+from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed, cannot_be_saved
 from curriculum.train.clock import TrainClock
 from curriculum.train.history import History
 from curriculum.train.processes.together import count, from_first
@@ -74,8 +74,6 @@ class Running:
                         checkpoints.delete(done)
                     self.save_in(checkpoints, done, offsets or self.offsets())
                 except OSError as error:
-                    if count() > 1:  # the others would go on to save
-                        raise
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
 
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
@@ -100,11 +98,14 @@ class Running:
     def save_failed(self, done: int, error: OSError, path: str) -> None:
         """Record that the disk refused the checkpoint at `path`, relative to the run. Raises any other `error`.
 
+        Raises InputError if the run has several processes: the others would go on to save.
         A gold that could not be saved is linked from `checkpoints/` if its step is there, and nothing is recorded.
         Otherwise the gold before it stands again.
         """
         if not is_disk_error(error):
             raise error
+        if count() > 1:
+            raise cannot_be_saved(self.directory.path / path, error)
         place, step = path.split("/")
         if place == "gold" and int(step) in kept_steps(self.history.gold) and not self._link_gold(done, int(step)):
             before = self.gold_before

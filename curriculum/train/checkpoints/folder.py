@@ -187,10 +187,7 @@ class Checkpoints:
         error = disk_error(error)
         if is_disk_error(error):
             if together.count() > 1:
-                return InputError(
-                    f"{self.directory / str(step)}: cannot be saved: {error.strerror}; fix that, and continue from the "
-                    "checkpoint before with --resume latest"
-                )
+                return cannot_be_saved(self.directory / str(step), error)
             return SaveFailed(error, f"{self.directory.name}/{step}")
         return error
 
@@ -319,6 +316,12 @@ class Checkpoints:
             there = ", ".join(map(str, steps)) or "none"
             raise InputError(f"{self.directory}: no checkpoint of step {step}; available: {there}")
         return self.directory / str(step)
+
+
+def cannot_be_saved(folder: Path, error: OSError) -> InputError:
+    """What ends a run of several processes whose disk refuses a checkpoint."""
+    fix = "fix that, and continue from the checkpoint before with --resume latest"
+    return InputError(f"{folder}: cannot be saved: {error.strerror}; {fix}")
 
 
 def _remove(path: Path) -> None:

@@ -127,6 +127,13 @@ class Peers:
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._closed, seconds)
 
+    def give_way(self) -> None:
+        """If another process has told why it ends, wait for that to end this one: an error here follows from it."""
+        with self._changed:
+            if not self._ending or self._left or self._closed:
+                return
+        threading.Event().wait(2 * GRACE_SECONDS + _OFF_SECONDS)  # more than `_lost` takes
+
     def close(self) -> None:
         """Disconnect in good order, all at once."""
         if not self._left:

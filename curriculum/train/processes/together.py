@@ -198,6 +198,8 @@ def leave(error: BaseException) -> None:
     if _peers is None or _is_agreed(error) or isinstance(error, GeneratorExit):
         return
     _peers.wait_for_news(_NEWS_SECONDS)  # perhaps another process is gone: that news then ends this one
+    if not isinstance(error, InputError | SystemExit | KeyboardInterrupt):
+        _peers.give_way()
     _peers.leave(_in_a_line(error), _exit_code(error))
     _left = _peers
     late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error,))
