@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -192,6 +193,52 @@ def test_what_is_no_process_of_a_run_is_passed_over(said):
     first.join(20)
     assert sorted(p.index for p in peers) == [0, 1] and all(p._names[1] != "stranger" for p in peers)
     together(*(p.close for p in peers))
+
+
+def test_a_process_that_is_started_again_while_others_are_awaited_takes_its_place():
+    port, peers = free_port(), []
+    first = threading.Thread(target=lambda: peers.extend(meet(Launch("127.0.0.1", port, 3, 0))))
+    first.start()
+    for _ in range(200):
+        try:
+            killed = socket.create_connection(("127.0.0.1", port), timeout=5)
+            break
+        except OSError:
+            time.sleep(0.05)
+    killed.sendall(frame(HELLO | {"count": 3, "name": "killed"}))
+    time.sleep(0.5)
+    killed.close()
+    peers += meet(*(Launch("127.0.0.1", port, 3, i) for i in (1, 2)))
+    first.join(20)
+    assert sorted(p.index for p in peers) == [0, 1, 2] and all(p._names[1] != "killed" for p in peers)
+    together(*(p.close for p in peers))
+
+
+def test_one_that_waits_with_process_0_for_a_third_says_so(monkeypatch):
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 0.1)
+    port = free_port()
+    first = threading.Thread(target=meet, args=[Launch("127.0.0.1", port, 3, 0)], kwargs={"seconds": 3})
+    first.start()
+    time.sleep(0.5)
+    [told] = meet(Launch("127.0.0.1", port, 3, 1), seconds=1)
+    assert ": process 0 is there, but not all 3 processes came within 1 s; start the others too" in told
+    first.join()
+
+
+def test_a_signal_reaches_process_0_while_it_is_waited_for():
+    port = free_port()
+    first, second = meet(*(Launch("127.0.0.1", port, 2, i) for i in range(2)))
+
+    def works():
+        until = time.monotonic() + 10
+        while first.signal_elsewhere is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return first.from_first(first.signal_elsewhere)
+
+    waits = partial(second.from_first, received=lambda: signal.SIGTERM)
+    assert together(works, waits) == [signal.SIGTERM] * 2
+    assert together(partial(first.from_first, 3), waits) == [3, 3]
+    together(first.close, second.close)
 
 
 def test_a_port_that_is_taken_is_told():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,7 @@ from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
 from curriculum.train.mesh import introduce, make_mesh, row_shards
-from curriculum.train.processes.together import check_same, count, first_then_all, share_folder
+from curriculum.train.processes.together import check_same, count, first_then_all, from_first, share_folder
 from curriculum.train.resuming.start import Start
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
@@ -41,6 +41,7 @@ from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # what processes must share
+_MOST_SHOWN = 120  # characters of a value in which the processes differ
 _NO_ROPE = "is not supported with make_model; leave it out"
 
 
@@ -145,7 +146,7 @@ def build(
     # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
     # that process 0, which found the program, does not choose with it.
     programs = cache_folder(store_dir)
-    if keeps_programs := "://" in programs or share_folder(Path(programs)):
+    if keeps_programs := from_first(lambda: "://" in programs) or share_folder(Path(programs)):
         cache_compiled(store_dir)
     else:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -221,9 +222,25 @@ def check_same_config(config: Config, **asked: Any) -> None:
 
     To come before all that the processes do together: what that is, the config decides.
     """
-    sections = {f"the config's {section}": _digest(value) for section, value in config.to_json().items()}
+    keys = {f"the config's {path}": _short(value) for path, value in _keys(config.to_json())}
     options = {f"--{name.replace('_', '-')}": shown(value) for name, value in asked.items()}
-    check_same(lambda: sections | options)
+    check_same(lambda: keys | options)
+
+
+def _keys(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys of each section, and each phase, with their values."""
+    for section, value in sections.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{section}.{key}", part) for key, part in value.items())
+        elif isinstance(value, list):
+            yield from ((f"{section}[{i}]", part) for i, part in enumerate(value))
+        else:
+            yield section, value
+
+
+def _short(value: Any) -> str:
+    text = shown(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({_digest(value)})"
 
 
 def _digest(value: Any) -> str:

@@ -8,7 +8,7 @@ import signal
 import threading
 from typing import Any
 
-from curriculum.train.processes.together import agreed_stop, is_first
+from curriculum.train.processes.together import agreed_stop, is_first, signal_elsewhere
 
 
 class Stopped(Exception):
@@ -52,6 +52,11 @@ class StopSignals:
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @property
+    def anywhere(self) -> int | None:
+        """In process 0: the signal that it received, or another process while it waited for this one."""
+        return self.received or signal_elsewhere()
 
     def after(self, step: int) -> int | None:
         """The signal to stop by after `step`, None to continue: the same in every process, whichever received it."""

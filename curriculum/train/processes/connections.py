@@ -44,6 +44,16 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed a connection from which nothing is waited for."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def frame(message: dict[str, Any]) -> bytes:
     """The bytes of a message: its length in 8 bytes, then its JSON. Raises TypeError for what JSON cannot hold."""
     content = json.dumps(message, default=_array_to_json).encode()

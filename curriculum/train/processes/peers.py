@@ -13,16 +13,27 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.train.processes.connections import frame, free_port, keep_alive, listening, read_message, written
+from curriculum.train.processes.connections import (
+    frame,
+    free_port,
+    has_ended,
+    keep_alive,
+    listening,
+    read_message,
+    written,
+)
 from curriculum.train.processes.launch import Launch
 
 GRACE_SECONDS = 5.0  # for a process to end by itself when another ends with an error, which it may have too
 _OFF_SECONDS = 3.0  # that a process may take to end after that
 _TELL_AFTER_SECONDS = 10.0
+_LOOK_SECONDS = 0.5  # until one that waits looks for a signal
+_ANSWER_SECONDS = 5.0  # that process 0 may take, once all have come or it has given up
 _GO_ON = "continue from the newest checkpoint with --resume latest, with as many processes as you then have"
 
 
@@ -45,7 +56,8 @@ class Peers:
         self._looks: dict[int, int] = {}  # in process 0: the same of each process, once a stop is asked for
         self._stop_signal: int | None = None
         self._stop_step: int | None = None
-        self._waits_for_stop = self._asking = False
+        self._waits_for_stop = self._asking = self._told_signal = False
+        self.signal_elsewhere: int | None = None  # in process 0: of a process that waited for it
         if self.index == 0:
             self.jax_address = self._meet(launch, join_seconds)
         else:
@@ -57,12 +69,20 @@ class Peers:
         for thread in self._receiving:
             thread.start()
 
-    def from_first(self, value: Any = None) -> Any:
-        """The value that process 0 passes, in every process; plain JSON and numpy arrays. Others are ignored."""
+    def from_first(self, value: Any = None, received: Callable[[], int | None] = lambda: None) -> Any:
+        """The value that process 0 passes, in every process; plain JSON and numpy arrays. Others are ignored.
+
+        `received`: the signal that this process got, if any. Process 0 hears of it at once (`signal_elsewhere`).
+        """
         if self._left:
             return value
-        if self.index:
-            return self._inbox[0].get()
+        while self.index:
+            try:
+                return self._inbox[0].get(timeout=None if self._told_signal else _LOOK_SECONDS)
+            except queue.Empty:
+                if (number := received()) is not None:
+                    self._told_signal = True
+                    self._send(0, {"kind": "signal", "signal": number})
         self._send_all({"kind": "value", "value": value})
         return value
 
@@ -161,9 +181,8 @@ class Peers:
             ) from None
         jax_address = written(launch.host, free_port(launch.host))
         with server:
-            while len(self._sockets) < self.count - 1:
+            while missing := ", ".join(map(str, self._missing())):
                 waited = time.monotonic() - began
-                missing = ", ".join(str(i) for i in range(1, self.count) if i not in self._sockets)
                 if waited > join_seconds:
                     self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} never connected")
                     raise InputError(
@@ -183,6 +202,12 @@ class Peers:
         for index in self._sockets:
             self._send(index, {"kind": "welcome", "jax": jax_address, "names": list(self._names.items())})
         return jax_address
+
+    def _missing(self) -> list[int]:
+        """In process 0: those that have not come yet, or have gone again, as a process that is started anew has."""
+        for index in [i for i, connection in self._sockets.items() if has_ended(connection)]:
+            self._sockets.pop(index).close()
+        return [i for i in range(1, self.count) if i not in self._sockets]
 
     def _welcome(self, connection: socket.socket) -> None:
         """Accept a process, or refuse it and with it all others.
@@ -210,7 +235,7 @@ class Peers:
         problem = None
         if count != self.count:
             problem = f"process {index} ({name}) was started with --num-processes {count}, process 0 with {self.count}"
-        elif index in self._names:
+        elif index not in self._missing():
             problem = f"two processes were started with --process-id {index}: {self._names[index]}, and {name}"
         if problem:
             fix = f"{problem}; give all the same number, and each an id of its own"
@@ -247,11 +272,16 @@ class Peers:
         try:
             hello = {"index": self.index, "count": self.count, "name": self._names[self.index]}
             connection.sendall(frame(hello | {"launched_by": launch.launched_by}))
-            connection.settimeout(join_seconds + 5.0)
+            connection.settimeout(join_seconds + _ANSWER_SECONDS)
             answer = read_message(connection)
             refused = answer["why"] if answer["kind"] == "refused" else None
             if refused is None:
                 self._names |= dict(answer["names"])
+        except TimeoutError:
+            refused = (
+                f"process 0 is there, but not all {self.count} processes came within {join_seconds:g} s; start the "
+                "others too (or wait longer: --join-seconds)"
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             refused = f"is not process 0 of a run, or that has ended: {error}; see its output for why"
         if refused:
@@ -280,6 +310,8 @@ class Peers:
             elif kind == "gone" and not self._left:  # at the interpreter's end no thread can be started
                 lost = (message["index"], message["why"], message["exit_code"])
                 threading.Thread(target=self._lost, args=lost, daemon=True).start()  # which waits
+            elif kind == "signal":
+                self.signal_elsewhere = message["signal"]
             elif kind == "stop":
                 self._asked_to_stop(message["signal"])
             elif kind == "stopping":

@@ -47,11 +47,12 @@ def is_first() -> bool:
     return _peers is None or _peers.index == 0
 
 
-def from_first(make: Callable[[], Any]) -> Any:
+def from_first(make: Callable[[], Any], received: Callable[[], int | None] = lambda: None) -> Any:
     """Call `make` in process 0 alone, and return its result in every process. All processes must call this.
 
     The result is plain JSON with numpy arrays: in the others tuples are lists, and keys of mappings strings.
-    InputError and OSError are raised in every process; only process 0 has the message of an InputError.
+    InputError and OSError are raised in every process; only process 0 has the message of an InputError. If `make` takes
+    long, the others tell process 0 of the signal that they have `received` meanwhile: `signal_elsewhere`.
     """
     if _peers is None:
         return make()
@@ -67,12 +68,17 @@ def from_first(make: Callable[[], Any]) -> Any:
             raise
         _peers.from_first({"value": value})
         return value
-    told = _peers.from_first()
+    told = _peers.from_first(received=received)
     if "input_error" in told:
         raise _agreed(InputError())
     if "os_error" in told:
         raise OSError(*told["os_error"])
     return told["value"]
+
+
+def signal_elsewhere() -> int | None:
+    """In process 0: the signal that another process received in `from_first`, if one did."""
+    return None if _peers is None else _peers.signal_elsewhere
 
 
 def first_then_all(make: Callable[[], Any]) -> Any:
@@ -104,11 +110,12 @@ def check_same(find: Callable[[], Mapping[str, str]]) -> None:
         return
     of_processes = _peers.gather(dict(find()))
     problems = [
-        f"process {index} has {other.get(name, 'nothing')} as {name}, process 0 {mine}; start all processes with the "
-        "same command and the same installation, on the same files"
+        f"process {index} has {other.get(name, 'nothing')} as {name}, process 0 {mine.get(name, 'nothing')}; start all "
+        "processes with the same command and the same installation, on the same files"
+        for mine in of_processes[:1]
         for index, other in enumerate(of_processes)
-        for name, mine in of_processes[0].items()
-        if other.get(name) != mine
+        for name in dict.fromkeys([*mine, *other])
+        if other.get(name) != mine.get(name)
     ]
     _refuse(problems)
 
