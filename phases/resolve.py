@@ -182,6 +182,8 @@ def _new_segment(
     if before:
         start = before[-1].end
         cursors, found = before[-1].cursors_at(start), before[-1].mixture_at(start - 1)
+    resolved = ("lr", "batch_size", "seq_len")
+    as_declared = {key: getattr(phase, key) for key in NOT_DATA if key not in resolved and hasattr(phase, key)}
     ramp_steps = min(declared.ramp_steps, end)  # a longer one is an error, and its table may not fit in memory
     return Segment(
         start,
@@ -193,7 +195,7 @@ def _new_segment(
         cursors=cursors,
         batch_size=declared.batch_size,
         seq_len=declared.seq_len,
-        rope_theta=phase.rope_theta,
+        **as_declared,
     ).aligned()
 
 

@@ -449,6 +449,18 @@ def test_a_source_that_was_read_may_go_and_come_again_with_its_count():
     assert_nothing_lost(again, later, 85)
 
 
+def test_a_ledger_from_before_a_field_of_phases_was_added_is_one_without_it():
+    _, saved = begun()
+    for declared in saved["declared"]["phases"]:
+        del declared["rope_theta"], declared["batch_size"]
+    on, _, edit = resumed(saved, BASE)
+    assert not edit.changes and on.segments == segments_from_json(saved["segments"])
+    _, _, edit = resumed(saved, changed(BASE, shaped("c", rope_theta=1e6)))
+    assert [(c["path"], c["was"], c["now"]) for c in edit.changes] == [("phases.c.rope_theta", None, 1e6)]
+    with pytest.raises(InputError, match=r"phases\[0\].batch_size: got 2"):
+        resumed(saved, changed(BASE, shaped("a", batch_size=2)))
+
+
 def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is_edited():
     _, saved = with_a_raised_share()
     on, past, edit = resumed(saved, BASE)

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from curriculum.data.progress import ConsoleProgress
-from curriculum.data.sources import SourceConfig, source_files
+from curriculum.data.sources import SourceConfig, source_files, suffix_of
 from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.errors import InputError
 
@@ -88,7 +88,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
         progress, done_bytes = ConsoleProgress(f"reading {name}"), 0
         total_bytes = sum(file.size_bytes for file in files)
         for file in files:
-            suffix = os.path.splitext(file.relative)[1].lower()  # it decides how the bytes are read
+            suffix = suffix_of(file.relative)
             content.update(os.fsencode(f"{suffix} {file.size_bytes}\n"))
             try:
                 with open(file.path, "rb", buffering=0) as stream:

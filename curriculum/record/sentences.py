@@ -132,11 +132,13 @@ def share_moves(shares: Mapping[str, tuple[float, float]]) -> list[str]:
 def shape_moves(event: dict[str, Any]) -> list[str]:
     """The changes that a phase switch makes to the shape of updates, and what it passes over for them."""
     moves = []
-    for key in ("seq_len", "batch_size", "grad_accum", "rope_theta", "lr_scale"):
-        was, now = event["shape_before"][key], event["shape_after"][key]
+    before, after = event["shape_before"], event["shape_after"]
+    for key in dict.fromkeys(["seq_len", *after]):
+        was, now = before.get(key), after.get(key)
         if was != now:
             name = {"rope_theta": "rope theta", "lr_scale": "rates x"}.get(key, key)
-            moves.append(f"{name} {_of_shape(was)} → {_of_shape(now)}")
+            none = "the model's own" if key == "rope_theta" else "the run's own"
+            moves.append(f"{name} {_of_shape(was, none)} → {_of_shape(now, none)}")
     return [*moves, *_left_out(event)]
 
 
@@ -147,9 +149,9 @@ def _left_out(event: dict[str, Any]) -> list[str]:
     return [f"passed over {told} tokens"] if told else []
 
 
-def _of_shape(value: float | None) -> str:
+def _of_shape(value: float | None, none: str) -> str:
     if value is None:
-        return "the model's own"
+        return none
     return f"{value:,.4g}" if value < 1000 else f"{value:,.10g}"
 
 

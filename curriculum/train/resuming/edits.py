@@ -12,6 +12,7 @@ from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.ledger import Found, Problem
 from curriculum.train.resuming.past_edits import (
+    SHAPE,
     Contrast,
     draw_alike,
     field_of,
@@ -73,7 +74,7 @@ def changes_since(config: Config, saved: Mapping[str, Any]) -> list[dict[str, An
 
 def _contrast(config: Config, saved: Mapping[str, Any], step: int) -> Contrast:
     theta = saved["model"].get("rope_theta")
-    was, now = (_without_theta(declared, theta) for declared in (saved["declared"], declaration(config)))
+    was, now = (_spelled_alike(declared, theta) for declared in (saved["declared"], declaration(config)))
     return Contrast(saved, was, now, step)
 
 
@@ -190,10 +191,13 @@ def _of_blocks(config: Config, saved: Mapping[str, Any]) -> Problem | None:
     return f"phases[{at}].seq_len" if by_phase else "train.seq_len", f"got {longest}, but {begun}; {fix}"
 
 
-def _without_theta(declared: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """A declaration in which no phase spells out `theta`, the model's own rope theta and thus the default."""
-    own = {"rope_theta": None}
-    return {**declared, "phases": [p if p["rope_theta"] != theta else {**p, **own} for p in declared["phases"]]}
+def _spelled_alike(declared: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """A declaration with all fields of a phase, of which a ledger from before one was added lacks it.
+
+    No phase spells out `theta`, the model's own rope theta and thus the default.
+    """
+    phases = [{**SHAPE, **phase} for phase in declared["phases"]]
+    return {**declared, "phases": [p if p["rope_theta"] != theta else {**p, "rope_theta": None} for p in phases]}
 
 
 def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
