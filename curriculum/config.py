@@ -22,7 +22,7 @@ from curriculum.parsing.variables import substitute
 from curriculum.parsing.yaml12 import Origin, read_yaml
 from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import AdaptationSection, with_shares
-from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
+from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS, TRAIN_CHECKS
 from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
 from curriculum.schema.mesh import MeshConfig
 from curriculum.schema.sections import (
@@ -145,7 +145,7 @@ def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
 
 def config_from_json(data: Mapping) -> Config:
     """The config of `Config.to_json`, as a run directory keeps it; the data need not be there any more."""
-    return build_config(dict(data), Origin("config.resolved.json"), check_paths=False, check_rows=False)
+    return build_config(dict(data), Origin("config.resolved.json"), check_paths=False, trains=False)
 
 
 def changed_config(
@@ -159,11 +159,11 @@ def changed_config(
 ) -> Config:
     """A config of no file with options as of `load_config`; it remembers those of its own.
 
-    Without `check_paths` it is to be read, not trained: rows are not held against the mesh either.
+    Without `check_paths` it is to be read, not trained, as `build_config` has it.
     """
     data, origin = config.to_json(), Origin("config.resolved.json")
     apply_options(options_of(overrides, dataset_dirs, eval_dataset_dirs), data, origin)
-    return build_config(data, origin, check_paths=check_paths, check_rows=check_paths, continues=continues)
+    return build_config(data, origin, check_paths=check_paths, trains=check_paths, continues=continues)
 
 
 def build_config(
@@ -171,13 +171,14 @@ def build_config(
     origin: Origin | None = None,
     *,
     check_paths: bool = True,
-    check_rows: bool = True,
+    trains: bool = True,
     continues: str | os.PathLike | None = None,
 ) -> Config:
     """A checked Config from data with the keys of the YAML, for library use.
 
-    Paths, tuples and numpy's numbers become what YAML has for them. With `check_rows` the mesh has to divide the rows
-    of each phase; of a run that goes on training checks those to come. The rest as in `load_config`.
+    Paths, tuples and numpy's numbers become what YAML has for them. One that `trains` needs its optimizer, and a mesh
+    that divides the rows of each phase; of a run that goes on training checks those to come. The rest as in
+    `load_config`.
     """
     origin = origin or Origin()
     if not isinstance(data, dict):
@@ -212,7 +213,8 @@ def build_config(
     checks = [
         *CHECKS,
         *(PATH_CHECKS if check_paths else []),
-        *(ROW_CHECKS if check_rows and continues is None else []),
+        *(TRAIN_CHECKS if trains else []),
+        *(ROW_CHECKS if trains and continues is None else []),
     ]
     if check_paths and not _keeps_tokenizer(values, own):
         checks += TOKENIZER_PATH_CHECKS

@@ -18,6 +18,7 @@ from compared_runs import saved_arrays
 
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
 from curriculum.run import load_run
@@ -411,6 +412,11 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
     updates = run_rule(config.optim, {"w": [[3.0]]}, [{"w": [[1.0]]}, {"w": [[1.0]]}])
     assert [float(u["w"][0, 0]) for u in updates] == [-1.0, -1.5]
     assert build_config(config.to_json()) == config
+    del OPTIMIZERS["momentum"]  # as in another process, where the run can be read and measured, but not trained
+    assert evaluate(tmp_path / "run", store_dir=text.parent).step == 7
+    with pytest.raises(InputError, match=r"optim.name: no such optimizer"):
+        train(load_run(tmp_path / "run").config, tmp_path / "other", store_dir=text.parent)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from curriculum.model.presets import model_problems
 from curriculum.record.events import Recorded
 from curriculum.schema.sections import EvalSource
 from curriculum.schema.shapes import SHAPE_CHECKS, known_vocab_size, model_of
+from curriculum.train.optimizer import OPTIMIZERS
 from evalsets.evalset import PRIMARY
 from phases.checks import EXPECTED_NAME, NAME, check_cap, check_phases
 from phases.lr import check_rates
@@ -254,6 +255,11 @@ def _check_optim(v):
     yield from _below("optim", [*check_rates(v["optim"]), *v["optim"].problems()])
 
 
+def _check_optimizer(v):
+    if v["optim"].name not in OPTIMIZERS:
+        yield "optim.name", no_such("optimizer", v["optim"].name, OPTIMIZERS)
+
+
 def _check_mesh(v):
     yield from _below("mesh", v["mesh"].problems())
 
@@ -327,4 +333,5 @@ PATH_CHECKS = [
     ({"evalsets"}, _check_eval_paths),
     ({"evalsets"}, _check_gate_program),
 ]
+TRAIN_CHECKS = [({"optim"}, _check_optimizer)]  # a run is read without its optimizer, which may be the user's own
 TOKENIZER_PATH_CHECKS = [({"tokenizer", "adaptation"}, _check_tokenizer_path)]

@@ -100,14 +100,12 @@ class OptimConfig:
     """Settings of sophia."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Problems with the name, the numbers, and keys that nothing would read, as (field, message) pairs."""
+        """Problems with the numbers, and keys that nothing would read, as (field, message) pairs."""
         problems = []
         for path, (expected, fits) in _RANGES.items():
             number = attrgetter(path)(self)
             if number is not None and not fits(number):
                 problems.append((path, f"got {number}, expected {expected}"))
-        if self.name not in OPTIMIZERS:
-            return [("name", no_such("optimizer", self.name, OPTIMIZERS)), *problems]
         chosen = [self.name, self.muon.rest] if self.name == "muon" else [self.name]
         if self.name in _READS:
             read = {key for name in chosen for key in _READS[name]}
@@ -146,10 +144,13 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
     returns a tree like the parameters, an estimate of the diagonal of the loss's Hessian; only rules that use one
     (sophia) call it. Moments are stored in trees with the keys of the parameters.
 
-    Equal settings of this module's rules give the same functions (`curriculum.train.kept`).
+    Equal settings of this module's rules give the same functions (`curriculum.train.kept`). Raises InputError if there
+    is no rule of that name.
     """
     import optax
 
+    if config.name not in OPTIMIZERS:
+        raise InputError(f"optim.name: {no_such('optimizer', config.name, OPTIMIZERS)}")
     rules = OPTIMIZERS[config.name], OPTIMIZERS[config.muon.rest]
     if any(rule.__module__ != __name__ for rule in rules):
         return optax.with_extra_args_support(rules[0](config))
