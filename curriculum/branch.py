@@ -172,12 +172,12 @@ def _edit_in_force(
     """
     last = at if step == at else at - 1
     edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
-    ended = at == whole.total_steps  # the last phase goes on in a branch that is longer
-    if not passed_over and not any(at < edit["until"] + ended for edit in edits):
+    segment = whole.segment_at(last)
+    if not passed_over and not any(edit["phase"] == segment.phase for edit in edits):
         return None
     if trunk.branched_from is not None and trunk.branched_from["step"] > at:
         return None  # up to that step the schedule is not the one that the trunk's config declares
-    return gone_on(whole.segment_at(last), at, declaration(trunk.config), declaration(config), settled)
+    return gone_on(segment, at, declaration(trunk.config), declaration(config), settled)
 
 
 def _step_of(trunk: Run, at: int | str) -> int:

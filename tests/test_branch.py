@@ -507,6 +507,12 @@ def test_a_raised_share_of_the_last_phase_stays_raised_in_a_longer_branch(replay
         branch(trunk, at, tmp_path / f"at{at}", overrides=["train.steps=30"], store_dir=folder / "store")
         segments = segments_from_json(read_ledger(tmp_path / f"at{at}/checkpoints/30")["segments"])
         assert (at, segments[-1].mixture) == (at, pytest.approx({"law": 0.7, "web": 0.3}))
+    # And in one of a trunk that was made longer itself.
+    data["train"]["steps"] = 30
+    train(build_config(data), trunk, store_dir=folder / "store", resume="latest", accept_past=True)
+    for at in (24, 27):
+        branch(trunk, at, tmp_path / f"from{at}", store_dir=folder / "store")
+        assert state(tmp_path / f"from{at}", 30) == state(trunk, 30)
 
 
 def test_a_phase_ends_where_a_rollback_left_it_only_in_a_branch_that_takes_the_rollback_over(folder):
