@@ -178,6 +178,24 @@ def test_processes_know_whether_they_share_a_folder(tmp_path):
     assert not list((tmp_path / "one").iterdir()) and not list((tmp_path / "of 0").iterdir())
 
 
+ALIKE = """
+import sys
+from curriculum.train.processes.launch import find_launch
+from curriculum.train.processes.together import joined, leaving_on_error, wait_for_all
+with joined(find_launch(sys.argv[1], 2, int(sys.argv[2])), 60), leaving_on_error():
+    wait_for_all()
+    raise ValueError("a mistake in both")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_that_all_have_is_told_by_all():
+    at = f"127.0.0.1:{free_port()}"
+    two = [start(["-c", ALIKE, at, i]) for i in range(2)]
+    for code, text in [ended(process, 120) for process in two]:
+        assert code == 1 and "Traceback" in text and text.rstrip().endswith("ValueError: a mistake in both")
+
+
 FOLLOWS = """
 import sys, time
 from curriculum.errors import InputError

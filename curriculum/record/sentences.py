@@ -133,7 +133,7 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
     """The changes that a phase switch makes to the shape of updates, and what it passes over for them."""
     moves = []
     before, after = event["shape_before"], event["shape_after"]
-    for key in dict.fromkeys(["seq_len", *after]):
+    for key in dict.fromkeys(["seq_len", *before, *after]):
         was, now = before.get(key), after.get(key)
         if was != now:
             name = {"rope_theta": "rope theta", "lr_scale": "rates x"}.get(key, key)
@@ -149,9 +149,11 @@ def _left_out(event: dict[str, Any]) -> list[str]:
     return [f"passed over {told} tokens"] if told else []
 
 
-def _of_shape(value: float | None, none: str) -> str:
+def _of_shape(value: Any, none: str) -> str:
     if value is None:
         return none
+    if not isinstance(value, int | float):
+        return str(value)
     return f"{value:,.4g}" if value < 1000 else f"{value:,.10g}"
 
 

@@ -17,7 +17,7 @@ from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
-from curriculum.train.kept import kept
+from curriculum.train.kept import keeping, kept
 from curriculum.train.mesh import everywhere, on_mesh, place_rows, place_state, row_shards
 from curriculum.train.programs import Programs, StepShape, needed_bytes
 from curriculum.train.samples import Samples
@@ -97,7 +97,7 @@ class Compiled:
     def lower_update(self, shape: StepShape) -> jax.stages.Lowered:
         """The lowered update of a shape, as the compiler gets it."""
         states, config, mesh = self._states, self._states.config, self._states.mesh
-        train_step = self._made(make_train_step)(
+        train_step = keeping(make_train_step, states.own)(
             self._model(shape.rope_theta),
             states.optimizer,
             len(states.sources),
@@ -131,7 +131,8 @@ class Compiled:
         jax.block_until_ready(update(state, batch, *UpdateKnobs()).step)
 
     def _suite(self, rope_theta: float | None) -> Suite:
-        suite = self._own_suite.using(self._made(_sum_windows)(nats_per_token, self._model(rope_theta)))
+        sum_windows = keeping(_sum_windows, self._states.own)
+        suite = self._own_suite.using(sum_windows(nats_per_token, self._model(rope_theta)))
         suite.compile(self._states.whole(self._states.like.params))
         return suite
 
@@ -148,13 +149,6 @@ class Compiled:
         if rope_theta is not None:
             architecture = replace(architecture, rope_theta=rope_theta)
         return _transformer_on(architecture, mesh, BY_BACKEND[backend()])
-
-    def _made(self, make: Callable[..., Callable]) -> Callable[..., Callable]:
-        """`make`, or one that gives the functions of earlier runs again; those of a custom model are not kept."""
-        return make if self._states.architecture is None else _keeping(make)
-
-
-_keeping = kept(kept)
 
 
 @kept

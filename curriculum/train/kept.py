@@ -5,6 +5,14 @@ So a run of the same model, optimizer and shapes as one before (a sweep over mix
 begins at once. Only the program's own functions are kept: what the user's call may have changed meanwhile.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
-kept = lru_cache(maxsize=16)  # by all that a function is made from; the latest ones, as each holds its programs
+# By all that a function is made from. Only the latest: each holds what was compiled of it, some 40 MB of a tiny model.
+kept = lru_cache(maxsize=8)
+_keeping = kept(kept)
+
+
+def keeping(make: Callable, own: bool) -> Callable:
+    """`make`, which gives what it made before if that is of the program's `own` functions alone."""
+    return _keeping(make) if own else make

@@ -151,10 +151,19 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
 
     if config.name not in OPTIMIZERS:
         raise InputError(f"optim.name: {no_such('optimizer', config.name, OPTIMIZERS)}")
-    rules = OPTIMIZERS[config.name], OPTIMIZERS[config.muon.rest]
-    if any(rule.__module__ != __name__ for rule in rules):
-        return optax.with_extra_args_support(rules[0](config))
-    return _own_rule(OptimConfig(**{key.name: getattr(config, key.name) for key in fields(OptimConfig)}), rules)
+    if not is_own(config):
+        return optax.with_extra_args_support(OPTIMIZERS[config.name](config))
+    settings = {key.name: getattr(config, key.name) for key in fields(OptimConfig)}
+    return _own_rule(OptimConfig(**settings), _rules(config))
+
+
+def is_own(config: OptimConfig) -> bool:
+    """Whether a config's optimizer is this module's, and depends on nothing but the config."""
+    return all(rule in (adamw, lion, muon, sophia) for rule in _rules(config))
+
+
+def _rules(config: OptimConfig) -> tuple[Callable | None, ...]:
+    return OPTIMIZERS.get(config.name), OPTIMIZERS.get(config.muon.rest)
 
 
 @kept

@@ -22,9 +22,9 @@ from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import Checkpoints, beside_params
 from curriculum.train.guard import with_window
-from curriculum.train.kept import kept
+from curriculum.train.kept import keeping
 from curriculum.train.mesh import place_state, state_shardings
-from curriculum.train.optimizer import make_optimizer
+from curriculum.train.optimizer import is_own, make_optimizer
 from curriculum.train.step import TrainState, init_state, window_for
 
 
@@ -43,6 +43,11 @@ class States:
     @cached_property
     def optimizer(self) -> Any:
         return make_optimizer(self.config.optim)
+
+    @property
+    def own(self) -> bool:
+        """Whether model and optimizer are the program's own."""
+        return self.architecture is not None and is_own(self.config.optim)
 
     @cached_property
     def like(self) -> TrainState:
@@ -101,9 +106,9 @@ class States:
 
     def _begun(self, num_sources: int, window_steps: int) -> Callable[[Params], TrainState]:
         """A function from parameters to the first state, whose guard looks back `window_steps` updates."""
-        return _beginning(self.optimizer, num_sources, self.config.averages.ema_decay is not None, window_steps)
+        ema = self.config.averages.ema_decay is not None
+        return keeping(_beginning, self.own)(self.optimizer, num_sources, ema, window_steps)
 
 
-@kept
 def _beginning(optimizer: Any, num_sources: int, ema: bool, window_steps: int) -> Callable[[Params], TrainState]:
     return partial(init_state, optimizer=optimizer, num_sources=num_sources, ema=ema, window_steps=window_steps)

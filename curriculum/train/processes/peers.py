@@ -52,6 +52,7 @@ class Peers:
         self._sending = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
         self._closed = self._left = self._ending = False
+        self._ended_by: str | None = None  # why another process ends
         self._next_look = 0  # the first step at which the main thread asks whether to stop
         self._looks: dict[int, int] = {}  # in process 0: the same of each process, once a stop is asked for
         self._stop_signal: int | None = None
@@ -147,12 +148,15 @@ class Peers:
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._closed, seconds)
 
-    def give_way(self) -> None:
-        """If another process has told why it ends, wait for that to end this one: an error here follows from it."""
+    def give_way(self, why: str) -> None:
+        """If another process ends for another reason than `why`, wait for that to end this one, whose error follows.
+
+        If all have the same error, each tells it.
+        """
         with self._changed:
-            if not self._ending or self._left or self._closed:
+            if self._ended_by in (None, why) or self._left or self._closed:
                 return
-        threading.Event().wait(2 * GRACE_SECONDS + _OFF_SECONDS)  # more than `_lost` takes
+        threading.Event().wait(3 * GRACE_SECONDS)  # more than `_lost` takes
 
     def close(self) -> None:
         """Disconnect in good order, all at once."""
@@ -184,7 +188,7 @@ class Peers:
             while missing := ", ".join(map(str, self._missing())):
                 waited = time.monotonic() - began
                 if waited > join_seconds:
-                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} never connected")
+                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} did not come, or left")
                     raise InputError(
                         f"--coordinator {where}: waited {join_seconds:g} s for {self.count} processes, but these "
                         f"did not connect: {missing}; start all of them with this address, --num-processes "
@@ -277,13 +281,13 @@ class Peers:
             refused = answer["why"] if answer["kind"] == "refused" else None
             if refused is None:
                 self._names |= dict(answer["names"])
-        except TimeoutError:
-            refused = (
-                f"process 0 is there, but not all {self.count} processes came within {join_seconds:g} s; start the "
-                "others too (or wait longer: --join-seconds)"
-            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             refused = f"is not process 0 of a run, or that has ended: {error}; see its output for why"
+            if isinstance(error, TimeoutError) and error.errno is None:  # with a number, its machine is lost
+                refused = (
+                    f"process 0 is there, but not all {self.count} processes came within {join_seconds:g} s; start the "
+                    "others too (or wait longer: --join-seconds)"
+                )
         if refused:
             connection.close()
             raise InputError(f"--coordinator {where}: {refused}")
@@ -353,7 +357,7 @@ class Peers:
         with self._changed:
             if self._closed or self._left:
                 return
-            first, self._ending = not self._ending, True
+            first, self._ending, self._ended_by = not self._ending, True, self._ended_by or why
         if not first:
             return
         if self.index == 0:

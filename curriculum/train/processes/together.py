@@ -206,7 +206,7 @@ def leave(error: BaseException) -> None:
         return
     _peers.wait_for_news(_NEWS_SECONDS)  # perhaps another process is gone: that news then ends this one
     if not isinstance(error, InputError | SystemExit | KeyboardInterrupt):
-        _peers.give_way()
+        _peers.give_way(_in_a_line(error))
     _peers.leave(_in_a_line(error), _exit_code(error))
     _left = _peers
     late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error,))
