@@ -179,11 +179,12 @@ def test_processes_know_whether_they_share_a_folder(tmp_path):
 
 
 ALIKE = """
-import sys
+import sys, time
 from curriculum.train.processes.launch import find_launch
 from curriculum.train.processes.together import joined, leaving_on_error, wait_for_all
 with joined(find_launch(sys.argv[1], 2, int(sys.argv[2])), 60), leaving_on_error():
     wait_for_all()
+    time.sleep(0.0 if sys.argv[2] == "1" else 0.5)  # less than a process waits for news of another
     raise ValueError("a mistake in both")
 """
 
