@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import jax
 import jaxlib
-from process_runs import config_data, write_sources
 from started import ROOT, ended, free_port, start
 
-from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.train.processes.together import (
     _exit_code,
@@ -114,9 +112,8 @@ def test_another_installation_is_told(tmp_path, monkeypatch):
     here = _program(ROOT)
     assert here["the version of jax"] == jax.__version__ and here["the version of jaxlib"] == jaxlib.__version__
     assert here["the version of Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    write_sources(tmp_path)
     corpus = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), details={}, evalsets={})
-    agreed = _agreed(build_config(config_data(tmp_path)), corpus, SimpleNamespace(segments=[]), None)
+    agreed = _agreed(corpus, SimpleNamespace(segments=[]), None)
     assert agreed.items() > here.items()
 
     for room in ("curriculum", "evalsets", "phases"):
@@ -173,6 +170,7 @@ def test_process_0_sees_the_others_off_while_something_is_compiled_too():
 
 BOTH_LEAVE = """
 import atexit, os, sys, time
+from curriculum.errors import InputError
 from curriculum.train.processes import peers
 from curriculum.train.processes import together
 from curriculum.train.processes.launch import Launch
@@ -181,7 +179,7 @@ port, index = int(sys.argv[1]), int(sys.argv[2])
 peers.GRACE_SECONDS, together._NEWS_SECONDS = 4.0, 0.2
 together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
 time.sleep(index)
-together.leave(RuntimeError(f"error {index}"))
+together.leave(InputError(f"error {index}"))
 if index:
     time.sleep(1.5)
     open(sys.argv[3], "x").close()
