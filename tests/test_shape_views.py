@@ -13,7 +13,7 @@ from curriculum.data.corpus import load_corpus
 from curriculum.plan import plan
 from curriculum.record.board import _phase_switch_markdown
 from curriculum.record.console import Console, header
-from curriculum.record.sentences import verdict
+from curriculum.record.sentences import shape_moves, verdict
 from curriculum.run import load_run
 from curriculum.views.inspection import inspect_run
 from curriculum.views.inspection_text import text
@@ -164,6 +164,14 @@ def test_a_switch_says_what_changes_of_the_shape():
     moves += "{0}passed over web 1,024, law 7,168 tokens"
     assert verdict(SWITCH) == f"phase switch at step 60: foundation → domain | {moves.format(' | ')} | lr 3.00e-04"
     assert _phase_switch_markdown(SWITCH).splitlines()[2] == moves.format("; ")
+
+
+def test_a_switch_says_what_changes_of_fields_that_other_versions_have():
+    before, after = {"seq_len": 64, "left_out": 2.0}, {"seq_len": 64, "added": None, "named": "x"}
+    assert shape_moves({"shape_before": before, "shape_after": after}) == [
+        "left_out 2 → the run's own",
+        "named the run's own → x",
+    ]
 
 
 def test_a_length_that_was_edited_on_the_way(tmp_path, capsys):
