@@ -157,6 +157,16 @@ def test_one_that_was_given_its_number_meets_one_that_a_launcher_numbered():
         together(*(p.close for p in peers))
 
 
+def connected(port):
+    """A connection to process 0, which may listen a little later."""
+    for _ in range(200):
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("nobody listens")
+
+
 HELLO = {"index": 1, "count": 2, "name": "stranger", "launched_by": ""}
 
 
@@ -181,12 +191,7 @@ def test_what_is_no_process_of_a_run_is_passed_over(said):
     first = threading.Thread(target=lambda: peers.extend(meet(Launch("127.0.0.1", port, 2, 0))))
     peers = []
     first.start()
-    for _ in range(200):
-        try:
-            stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
-            break
-        except OSError:
-            time.sleep(0.05)
+    stranger = connected(port)
     stranger.sendall(said)
     stranger.close()
     peers += meet(Launch("127.0.0.1", port, 2, 1))
@@ -199,12 +204,7 @@ def test_a_process_that_is_started_again_while_others_are_awaited_takes_its_plac
     port, peers = free_port(), []
     first = threading.Thread(target=lambda: peers.extend(meet(Launch("127.0.0.1", port, 3, 0))))
     first.start()
-    for _ in range(200):
-        try:
-            killed = socket.create_connection(("127.0.0.1", port), timeout=5)
-            break
-        except OSError:
-            time.sleep(0.05)
+    killed = connected(port)
     killed.sendall(frame(HELLO | {"count": 3, "name": "killed"}))
     time.sleep(0.5)
     killed.close()
