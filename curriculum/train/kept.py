@@ -8,11 +8,11 @@ begins at once. Only the program's own functions are kept: what the user's call 
 from collections.abc import Callable
 from functools import lru_cache
 
-# By all that a function is made from. Only the latest: each holds what was compiled of it, some 40 MB of a tiny model.
+# By all that a function is made from. Only the latest: each holds what was compiled of it in memory.
 kept = lru_cache(maxsize=8)
 _keeping = kept(kept)
 
 
 def keeping(make: Callable, own: bool) -> Callable:
-    """`make`, which gives what it made before if that is of the program's `own` functions alone."""
+    """`make`; with `own`, if it makes all of the program's own functions, one that makes nothing twice of the same."""
     return _keeping(make) if own else make
