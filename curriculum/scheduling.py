@@ -15,7 +15,7 @@ from phases.checks import ScheduleError
 from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
-from phases.schedule import Schedule, Segment, SourceSupply, cut
+from phases.schedule import SETTINGS, Schedule, Segment, SourceSupply, cut
 
 
 def declaration(config: Config) -> dict[str, Any]:
@@ -245,8 +245,7 @@ def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
         "batch_size": segment.batch_size,
         "seq_len": segment.seq_len,
         "grad_accum": num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size),
-        "rope_theta": segment.rope_theta,
-        "lr_scale": segment.lr_scale,
+        **{key: getattr(segment, key) for key in SETTINGS},
     }
 
 

@@ -105,7 +105,8 @@ def _ramped(mixture: frozenset[tuple[str, float]], ramp: Ramp, batch_size: int) 
 
 # Fields of a segment that its data do not depend on, with the values that stand in for them when only the data matter.
 # All other fields are compared to decide whether an order of data goes on: editing one of those begins a new order.
-NOT_DATA: dict[str, Any] = {"lr": (), "lr_scale": 1.0, "rope_theta": None}
+NOT_DATA: dict[str, Any] = {"lr": (), "rope_theta": None, "lr_scale": 1.0}
+SETTINGS = {key: default for key, default in NOT_DATA.items() if key != "lr"}  # those that the record has of a phase
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,10 @@ def test_the_plan_s_table(planned):
     assert shown[0] == "tiny: 30 steps of 128 to 192 tokens = 4,480 tokens"
     of_shapes = shown[shown.index("") + 1 :]
     assert of_shapes[:4] == [
-        "phase  rows x tokens  tokens a step  micro-steps  tokens   rope theta  rates x",
-        "short         8 x 16            128            1     640  model's own    1.414",
-        "main          4 x 32            128            1   1,920  model's own        1",
-        "long          3 x 64            192            3   1,920      500,000    0.866",
+        "phase  rows x tokens  tokens a step  micro-steps  tokens       rope theta  rates x",
+        "short         8 x 16            128            1     640  the model's own    1.414",
+        "main          4 x 32            128            1   1,920  the model's own        1",
+        "long          3 x 64            192            3   1,920          500,000    0.866",
     ]
     assert "passed over at step 20, where phase long begins with whole sequences of its own: law 32 tokens" in shown
     # Attention's scores make 4 rows of 32 the larger micro-step.

@@ -16,9 +16,10 @@ from curriculum.model.memory import MemoryEstimate
 from curriculum.plan import Plan, plan
 from curriculum.record.events import record_name
 from curriculum.record.queries import beginning
-from curriculum.record.sentences import verdict
+from curriculum.record.sentences import shape_text, shape_title, verdict
 from curriculum.record.wording import columns, size_text
 from curriculum.train.resuming.remembered import config_going_on
+from phases.schedule import SETTINGS
 
 MAX_NAMED = 8  # more eval sets are counted, not named
 
@@ -168,7 +169,7 @@ def _tokens(p: Plan) -> str:
 
 
 def _shape(phase: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(phase[key] for key in ("batch_size", "seq_len", "grad_accum", "rope_theta", "lr_scale"))
+    return tuple(phase[key] for key in ("batch_size", "seq_len", "grad_accum", *SETTINGS))
 
 
 def _stretches(p: Plan) -> list[dict[str, Any]]:
@@ -186,15 +187,14 @@ def _stretches(p: Plan) -> list[dict[str, Any]]:
 
 def _shapes(p: Plan) -> list[str]:
     """A table of the shapes of the phases' updates, without columns in which all phases have the default."""
-    rows = [("phase", "rows x tokens", "tokens a step", "micro-steps", "tokens", "rope theta", "rates x")]
+    defaults = {"micro-steps": "1"} | {shape_title(key): shape_text(key, default) for key, default in SETTINGS.items()}
+    rows = [("phase", "rows x tokens", "tokens a step", "micro-steps", "tokens", *map(shape_title, SETTINGS))]
     for stretch in _stretches(p):
-        batch_size, seq_len, grad_accum, rope_theta, lr_scale = _shape(stretch)
+        batch_size, seq_len, grad_accum, *settings = _shape(stretch)
         per_step, steps = batch_size * seq_len, stretch["end"] - stretch["start"]
         size = f"{batch_size:,} x {seq_len:,}", f"{per_step:,}", f"{grad_accum:,}", f"{steps * per_step:,}"
-        theta = "model's own" if rope_theta is None else f"{rope_theta:,.10g}"
-        rows.append((stretch["name"], *size, theta, f"{lr_scale:.4g}"))
-    alike = {"micro-steps": "1", "rope theta": "model's own", "rates x": "1"}
-    kept = [i for i, title in enumerate(rows[0]) if any(row[i] != alike.get(title) for row in rows[1:])]
+        rows.append((stretch["name"], *size, *map(shape_text, SETTINGS, settings)))
+    kept = [i for i, title in enumerate(rows[0]) if any(row[i] != defaults.get(title) for row in rows[1:])]
     return columns([tuple(row[i] for i in kept) for row in rows], right=range(1, len(kept)), indent="")
 
 

@@ -136,9 +136,7 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
     for key in dict.fromkeys(["seq_len", *before, *after]):
         was, now = before.get(key), after.get(key)
         if was != now:
-            name = {"rope_theta": "rope theta", "lr_scale": "rates x"}.get(key, key)
-            none = "the model's own" if key == "rope_theta" else "the run's own"
-            moves.append(f"{name} {_of_shape(was, none)} → {_of_shape(now, none)}")
+            moves.append(f"{shape_title(key)} {shape_text(key, was)} → {shape_text(key, now)}")
     return [*moves, *_left_out(event)]
 
 
@@ -149,9 +147,15 @@ def _left_out(event: dict[str, Any]) -> list[str]:
     return [f"passed over {told} tokens"] if told else []
 
 
-def _of_shape(value: Any, none: str) -> str:
+def shape_title(key: str) -> str:
+    """What a part of the shape of updates, or a setting of a phase, is called in sentences and tables."""
+    return {"rope_theta": "rope theta", "lr_scale": "rates x"}.get(key, key)
+
+
+def shape_text(key: str, value: Any) -> str:
+    """The value of a part of the shape, or of a setting, in words."""
     if value is None:
-        return none
+        return "the model's own" if key == "rope_theta" else "the run's own"
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:,.4g}" if value < 1000 else f"{value:,.10g}"
