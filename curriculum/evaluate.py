@@ -19,7 +19,8 @@ from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.saved_weights import chosen_again, find_saved
 from evalsets.evalset import EvalSet
-from evalsets.metrics import Summary, WindowResults, summarise
+from evalsets.metrics import WindowResults, summarise
+from evalsets.summary import Summary
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model

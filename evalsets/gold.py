@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from evalsets.config import GoldConfig
 from evalsets.evalset import PRIMARY
-from evalsets.metrics import Summary
+from evalsets.summary import Summary
 
 
 class Regressed(NamedTuple):

@@ -1,14 +1,15 @@
 """From per-window sums of nats to the reported metrics: sums first, one division each.
 
-To add a metric, add a field to `Summary`, None by default, and a line to `summarise`. If it needs another sum per
-window, also add an array to `WindowResults`, None by default, and its sum to `sum_windows` in `suite.py`.
+A metric is a field in `summary.py` and a line of `summarise`. If it needs another sum per window, also add an array to
+`WindowResults`, None by default, and the number of each token to `score_targets` in `curriculum/model/loss.py`.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from evalsets.summary import Summary
 
 MIN_CLUSTERS = 20
 
@@ -16,7 +17,8 @@ MIN_CLUSTERS = 20
 class WindowResults(NamedTuple):
     """What one eval of one set measured, by window, in the set's order.
 
-    Only scored targets count: neither padding nor the end-of-text that opens a document.
+    The first are sums of what `score_targets` of a `Suite` gives for each token, by its names with `_N`. Only scored
+    targets count: neither padding nor the end-of-text that opens a document.
 
     nats_N: float64, sum over the window of -ln p(target | the tokens before it in the window).
     correct_N: int64, targets that were the most probable token.
@@ -32,31 +34,6 @@ class WindowResults(NamedTuple):
     tokens_N: np.ndarray
     bytes_N: np.ndarray
     document_N: np.ndarray
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The metrics of one eval of one set, each a quotient of sums over all windows.
-
-    So they are means over tokens, never means of the means of windows or batches.
-
-    loss: nats per token, sum nats / sum tokens. Depends on the tokenizer.
-    perplexity: exp(loss); inf where that overflows.
-    bpb: bits per UTF-8 byte of the scored text, sum nats / (ln 2 * sum bytes). Comparable between tokenizers.
-      Special tokens have no bytes, yet their nats count. None when the set has no bytes at all.
-    accuracy: share of tokens that were the most probable one, 0..1.
-    sem: standard error of `loss` in nats per token over the choice of held-out text (not of seeds), clustered
-      by `clusters`, where copies of a document count once. None with one cluster.
-    clusters: 'documents', or 'blocks' of neighbouring windows where documents are few.
-    A run that diverged has NaN or infinities here, never an error.
-    """
-
-    loss: float
-    perplexity: float
-    bpb: float | None
-    accuracy: float
-    sem: float | None
-    clusters: str
 
 
 def summarise(results: WindowResults) -> Summary:

@@ -13,15 +13,19 @@ from evalsets.evalset import EvalSet
 from evalsets.metrics import WindowResults
 
 _WIDE = {"f": np.float64, "i": np.int64}  # types of results by the kind of what was summed on the device
-NatsPerToken = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+ScoreTargets = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
 SumWindows = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
+_OF_THE_SET = ("tokens_N", "bytes_N", "document_N")  # fields of WindowResults that no model decides
+_SCORES = [name.removesuffix("_N") for name in WindowResults._fields if name not in _OF_THE_SET]
+_NEEDED = [name for name in _SCORES if f"{name}_N" not in WindowResults._field_defaults]
 
 
 class Suite:
     """Measures any number of eval sets at once; their windows stay on the device between evals.
 
-    nats_per_token: pure and jittable, (params, inputs_BT, targets_BT) -> (nats_BT float32, correct_BT bool).
-      A position may see only the inputs up to itself in its own row: padding follows the scored tokens.
+    score_targets: pure and jittable, (params, inputs_BT, targets_BT) -> {"nats": nats_BT float32, "correct": correct_BT
+      bool}, and an array [B, T] for each other sum of `WindowResults`. A position may see only the inputs up to itself
+      in its own row: padding follows the scored tokens.
     micro_batch_size: rows of the compiled shape [B, T], for all sets. Results depend on it, and on the number
       of devices, only by rounding (below 1e-6 relative).
     put: places a host array, whose leading axis is the rows of a micro-batch, on the device or devices.
@@ -40,7 +44,7 @@ class Suite:
     def __init__(
         self,
         evalsets: Sequence[EvalSet],
-        nats_per_token: NatsPerToken,
+        score_targets: ScoreTargets,
         micro_batch_size: int = 32,
         put: Callable[[np.ndarray], jax.Array] = jax.device_put,
         results_sharding: jax.sharding.Sharding | None = None,
@@ -67,7 +71,7 @@ class Suite:
         }
 
         self._results_sharding, self._one_at_a_time = results_sharding, one_at_a_time
-        self._measure_by(summed_by_window(nats_per_token))
+        self._measure_by(summed_by_window(score_targets))
 
     def using(self, sum_windows: SumWindows) -> Self:
         """The same windows, shared on the device, measured by another function, which is compiled and traced apart."""
@@ -140,15 +144,26 @@ class Suite:
         return results
 
 
-def summed_by_window(nats_per_token: NatsPerToken) -> SumWindows:
-    """The function of a micro-batch that a suite compiles; `nats_per_token` as in `Suite`."""
+def summed_by_window(score_targets: ScoreTargets) -> SumWindows:
+    """The function of a micro-batch that a suite compiles; `score_targets` as in `Suite`.
+
+    It raises ValueError for scores that `WindowResults` does not have, and without those that it needs.
+    """
 
     def sum_windows(params: Any, tokens_BT1: jax.Array, scored_BT: jax.Array) -> dict[str, jax.Array]:
-        nats_BT, correct_BT = nats_per_token(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
+        scores = score_targets(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
+        if not set(_NEEDED) <= scores.keys() <= set(_SCORES):
+            raise ValueError(
+                f"score_targets gave {', '.join(scores)}, expected {', '.join(_SCORES)}; for another score, add a "
+                "field with its name and _N to WindowResults in evalsets/metrics.py"
+            )
         # `where`, not a product: a NaN where nothing is scored must not reach the sum.
+        kept = {f"{name}_N": jnp.where(scored_BT, score_BT, 0) for name, score_BT in scores.items()}
         return {
-            "nats_N": _sum_pairwise(jnp.where(scored_BT, nats_BT, 0)),
-            "correct_N": jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32),
+            name: _sum_pairwise(score_BT)
+            if jnp.issubdtype(score_BT.dtype, jnp.floating)
+            else jnp.sum(score_BT, axis=1, dtype=jnp.int32)
+            for name, score_BT in kept.items()
         }
 
     return sum_windows

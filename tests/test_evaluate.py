@@ -94,9 +94,9 @@ def windows(results):
 def recorded(step, name, average=""):
     with np.load(f"run/evals/{step}.npz") as file:
         found = {field: file[f"{name}.{field.removesuffix('_N')}"] for field in WindowResults._fields}
-        for column in ("nats", "correct"):
-            if average:
-                found[f"{column}_N"] = file[f"{name}@{average}.{column}"]
+        if average:
+            prefix = f"{name}@{average}."
+            found |= {f"{key.removeprefix(prefix)}_N": file[key] for key in file if key.startswith(prefix)}
     assert len(found["nats_N"]) > 5
     return {column: array.tobytes() for column, array in found.items()}
 
@@ -378,12 +378,12 @@ def test_the_command(folder, monkeypatch, capsys):
     assert code == 0 and errors == ""
     title, head, *rows = shown.splitlines()
     assert title == "run: step 2, raw weights"
-    assert head.split() == ["set", "loss", "±", "sem", "perplexity", "bpb", "accuracy", "windows", "documents"]
+    assert head.split() == ["set", "loss", "±", "sem", "bpb", "perplexity", "accuracy", "windows", "documents"]
     summary = evaluate("run", step=2, store_dir="store").summaries["law"]
     assert [row.split()[0] for row in rows] == ["val", "law"]
-    _, loss, sem, perplexity, bpb, accuracy, num_windows, documents = rows[1].split()
-    assert (loss, sem) == (f"{summary.loss:.6f}", f"{summary.sem:.6f}") and documents == "25" and int(num_windows) > 25
-    assert (perplexity, bpb) == (f"{summary.perplexity:.3f}", f"{summary.bpb:.6f}")
+    _, loss, sem, bpb, perplexity, accuracy, num_windows, documents = rows[1].split()
+    assert (loss, sem) == (f"{summary.loss:.4f}", f"{summary.sem:.4f}") and documents == "25" and int(num_windows) > 25
+    assert (perplexity, bpb) == (f"{summary.perplexity:.3f}", f"{summary.bpb:.4f}")
     assert accuracy == f"{summary.accuracy:.2%}"
 
     code, shown, errors = command("--json", "--weights", "ema", "--eval-dataset-dir", "new=seen.jsonl", "--sets", "new")

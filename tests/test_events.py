@@ -27,6 +27,7 @@ from curriculum.record.events import (
     read_events,
     read_metrics,
 )
+from evalsets.summary import Recorded
 
 FROM_THE_START = {EVENTS: 0, METRICS: 0}
 
@@ -136,8 +137,11 @@ def test_eval_sets_are_those_with_both_measures():
         "eval_general_sem": 0.1,
         "eval_duration_s": 0.5,
     }
-    assert eval_sets(event) == {"val": (4.0, 1.5, None), "general": (5.0, None, 0.1)}
-    assert eval_sets({"eval_new": 3.0, "eval_new_bpb": 1.0}) == {"new": (3.0, 1.0, None)}
+    assert eval_sets(event) == {
+        "val": Recorded(loss=4.0, bpb=1.5, sem=None),
+        "general": Recorded(loss=5.0, bpb=None, sem=0.1),
+    }
+    assert eval_sets({"eval_new": 3.0, "eval_new_bpb": 1.0}) == {"new": Recorded(loss=3.0, bpb=1.0, sem=None)}
 
 
 def test_views_get_the_lines_as_written_and_are_closed(tmp_path):

@@ -24,14 +24,15 @@ from evalsets.gold import (
     kept_steps,
     vetoed,
 )
-from evalsets.metrics import Summary
+from evalsets.summary import Summary
 
 OFF = GoldConfig(overfit_ratio=None, consecutive_rises=None)
 TREND = GoldConfig(overfit_ratio=None)
 
 
 def summary(loss, bpb=None):
-    return Summary(loss, math.exp(loss) if loss < 700 else math.inf, bpb, 0.5, 0.01, "documents")
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Summary(loss=loss, perplexity=perplexity, bpb=bpb, accuracy=0.5, sem=0.01, clusters="documents")
 
 
 def measured(step, *, train_loss=None, regressed=None, is_last=False, is_candidate=True, from_start=False, **losses):

@@ -12,7 +12,7 @@ from noisy import noisy_params
 
 from curriculum.model import formulation
 from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend
-from curriculum.model.loss import _nats, nats_per_token, sample_targets, sum_nats
+from curriculum.model.loss import _scores, sample_targets, score_targets, sum_nats
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, head, transformer
@@ -43,14 +43,13 @@ def chunk_tokens(request, monkeypatch):
 
 def test_nats_and_correctness_against_float64(chunk_tokens):
     params = noisy_params(CONFIG, noise=0.4)
-    measure = jax.jit(partial(nats_per_token, transformer(CONFIG)))
-    nats_BT, correct_BT = measure(params, INPUTS_BT, TARGETS_BT)
-    assert nats_BT.dtype == jnp.float32 and correct_BT.dtype == bool
-    np.testing.assert_allclose(nats_BT, float64_nats(CONFIG, params), rtol=2e-5)
+    measure = jax.jit(partial(score_targets, transformer(CONFIG)))
+    scores = measure(params, INPUTS_BT, TARGETS_BT)
+    assert scores["nats"].dtype == jnp.float32 and scores["correct"].dtype == bool
+    np.testing.assert_allclose(scores["nats"], float64_nats(CONFIG, params), rtol=2e-5)
     best_BT = float64_log_probabilities(CONFIG, params).argmax(-1)
-    np.testing.assert_array_equal(correct_BT, best_BT == TARGETS_BT)
-    _, correct_of_best_BT = measure(params, INPUTS_BT, best_BT.astype(np.int32))
-    assert correct_of_best_BT.all()
+    np.testing.assert_array_equal(scores["correct"], best_BT == TARGETS_BT)
+    assert measure(params, INPUTS_BT, best_BT.astype(np.int32))["correct"].all()
 
 
 def test_sum_and_rows_count_masked_targets_only(chunk_tokens):
@@ -101,9 +100,8 @@ def test_a_model_without_a_head_gives_the_same_numbers():
     whole = transformer(CONFIG)
     bare = Model(whole.init, lambda p, *rest: forward(CONFIG, p, *rest) @ head(p).T)
     arguments = (params, INPUTS_BT, TARGETS_BT)
-    found = [jax.jit(partial(nats_per_token, model))(*arguments) for model in (whole, bare)]
-    for a, b in zip(*found, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    found = [jax.jit(partial(score_targets, model))(*arguments) for model in (whole, bare)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *found)
     one, other = (
         jax.jit(jax.grad(partial(sum_nats, model), has_aux=True))(*arguments, MASK_BT)[0] for model in (whole, bare)
     )
@@ -121,7 +119,7 @@ def test_a_head_that_is_filled_up_gives_the_same_numbers(monkeypatch, num_ids):
         (_, nats_B), grads = jax.value_and_grad(partial(sum_nats, model), has_aux=True)(
             params, INPUTS_BT, targets_BT, MASK_BT
         )
-        return *nats_per_token(model, params, INPUTS_BT, targets_BT), nats_B, grads
+        return *score_targets(model, params, INPUTS_BT, targets_BT).values(), nats_B, grads
 
     def plainly(params):
         logits_BTV = (model.forward(params, INPUTS_BT, None, None) @ model.head(params).T)[..., :num_ids]
@@ -156,7 +154,7 @@ def test_no_array_holds_a_number_for_every_token_and_every_id(what):
         function = jax.value_and_grad(lambda p, *rest: sum_nats(transformer(config), p, *rest), has_aux=True)
         compiled = jax.jit(function).lower(params, tokens_BT, tokens_BT, mask_BT).compile()
     else:
-        function = lambda p, *rest: nats_per_token(transformer(config), p, *rest)  # noqa: E731
+        function = lambda p, *rest: score_targets(transformer(config), p, *rest)  # noqa: E731
         compiled = jax.jit(function).lower(params, tokens_BT, tokens_BT).compile()
     assert max(array_sizes(compiled)) <= 700 * 6000 < rows * positions * 6000  # 2 x 2^22 / 6000 tokens at a time
 
@@ -177,8 +175,8 @@ def test_sampled_targets_follow_the_models_probabilities():
 
 def test_of_equally_likely_tokens_the_first_is_the_likeliest():
     logits_BTV = jnp.array([[[1, 3, 3, 0], [1, 3, 3, 0], [2, 2, 2, 2], [2, 2, 2, 2], [1, 2, 3, np.nan]]], jnp.float32)
-    _, correct_BT = _nats(logits_BTV, None, jnp.array([[1, 2, 0, 3, 2]]))
-    assert correct_BT.tolist() == [[True, False, True, False, False]]
+    scores = _scores(logits_BTV, None, jnp.array([[1, 2, 0, 3, 2]]))
+    assert scores["correct"].tolist() == [[True, False, True, False, False]]
 
 
 @pytest.mark.parametrize(
@@ -198,11 +196,11 @@ def test_logits_reduced_by_blocks_give_what_all_at_once_give(num_rows, num_ids):
     log_sum_BT = np.log(np.exp(exact_BTV).sum(-1))
     for moved in (0, 1, BLOCK_IDS, -1):
         targets_BT = np.clip(first_BT + moved, 0, logits_BTV.shape[-1] - 1)
-        nats_BT, correct_BT = jax.jit(_nats, static_argnums=(1, 3))(logits_BTW, num_ids, targets_BT, BLOCK_IDS)
-        np.testing.assert_array_equal(correct_BT, targets_BT == first_BT)
+        scores = jax.jit(_scores, static_argnums=(1, 3))(logits_BTW, num_ids, targets_BT, BLOCK_IDS)
+        np.testing.assert_array_equal(scores["correct"], targets_BT == first_BT)
         expected_BT = log_sum_BT - np.take_along_axis(exact_BTV, targets_BT[..., None], -1)[..., 0]
-        np.testing.assert_allclose(nats_BT, expected_BT, rtol=1e-6)
+        np.testing.assert_allclose(scores["nats"], expected_BT, rtol=1e-6)
     last_BT = logits_BTV.shape[-1] - 1 - logits_BTV[..., ::-1].argmax(-1)
     assert (last_BT != first_BT).any() and (last_BT == first_BT).any()
-    _, correct_BT = _nats(logits_BTW, num_ids, last_BT, BLOCK_IDS)
-    np.testing.assert_array_equal(correct_BT, last_BT == first_BT)
+    scores = _scores(logits_BTW, num_ids, last_BT, BLOCK_IDS)
+    np.testing.assert_array_equal(scores["correct"], last_BT == first_BT)

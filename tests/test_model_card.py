@@ -169,7 +169,7 @@ def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
 def test_a_card_of_the_start(run_dir):
     card = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=0, tokens_drawn={})))
     assert card["What it was trained on"] == "Nothing yet: these are the parameters that the run began with."
-    assert rows(card["How well it does"])[1][8] == "-"
+    assert rows(card["How well it does"])[1][9] == "-"
 
 
 def test_what_was_read_up_to_the_end_of_a_phase(run_dir):
@@ -231,13 +231,13 @@ def test_averages_are_measured_as_such(tmp_path):
         card = sections(model_card(run, exported))
         assert what in card[""]
         val = rows(card["How well it does"])[1]
-        assert val[5] == loss and val[8] == f"{change} ({change} to {change})"
+        assert val[5] == loss and val[9] == f"{change} ({change} to {change})"
         # Of a mean of checkpoints no ledger says what was read: the record knows it at the ends of phases.
         assert rows(card["What it was trained on"])[2][3] == "web 400, law 3,600"
     assert "--weights mean:domain --dtype bf16" in card["How to reproduce it"]
     without = load_run(write_run(tmp_path / "without", {"val": lambda step: 3.0}, averages=averages))
     card = sections(model_card(without, dataclasses.replace(EXPORTED, step=100, weights=Weights.parse("ema"))))
-    assert rows(card["How well it does"])[1][8] == "-0.5000"
+    assert rows(card["How well it does"])[1][9] == "-0.5000"
     assert "interval: 'primary@ema.nats' is not in the results of both" in card["What is not known"]
     plain = load_run(write_run(tmp_path / "plain", {"val": lambda step: 3.0}))
     card = sections(model_card(plain, dataclasses.replace(EXPORTED, weights=Weights.parse("ema"))))
@@ -344,7 +344,7 @@ def test_what_cannot_be_known_is_said(run_dir, tmp_path):
         shutil.copy(run_dir / "evals/0.npz", bare / "evals/0.npz")
         (bare / "evals/80.npz").write_bytes(results)
         card = sections(model_card(load_run(bare), EXPORTED))
-        assert rows(card["How well it does"])[1][8] == "-0.8000"
+        assert rows(card["How well it does"])[1][9] == "-0.8000"
         assert "The change of val has no interval: " in card["What is not known"] and said in card["What is not known"]
     (bare / "evals/0.npz").unlink()
     assert "evals/0.npz: cannot be read" in model_card(load_run(bare), EXPORTED)

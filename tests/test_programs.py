@@ -19,7 +19,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
-from curriculum.model.loss import nats_per_token
+from curriculum.model.loss import score_targets
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
@@ -197,7 +197,7 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
         for theta in (10_000.0, THETA):
             model = transformer(replace(architecture, rope_theta=theta))
             rows = [np.asarray(a).reshape(2, 32) for a in (batch.inputs_ABT, batch.targets_ABT)]
-            losses[theta] = float(np.asarray(nats_per_token(model, state.params, *rows)[0], np.float64).mean())
+            losses[theta] = float(np.asarray(score_targets(model, state.params, *rows)["nats"], np.float64).mean())
         assert abs(losses[THETA] - losses[10_000.0]) > 1e-4
         after = setup.update_at(24)(state, batch, *setup.course.knobs(24))
         assert read_window(after.window, setup.course.plan.sources)["loss"] == pytest.approx(losses[THETA], rel=2e-6)
@@ -209,8 +209,8 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
             found = {}
             for other in (10_000.0, THETA):
                 model = transformer(replace(architecture, rope_theta=other))
-                nats_NT, _ = nats_per_token(model, params, evalset.tokens_NT1[:, :-1], evalset.tokens_NT1[:, 1:])
-                found[other] = float(np.asarray(nats_NT, np.float64)[evalset.scored_NT].mean())
+                scores = score_targets(model, params, evalset.tokens_NT1[:, :-1], evalset.tokens_NT1[:, 1:])
+                found[other] = float(np.asarray(scores["nats"], np.float64)[evalset.scored_NT].mean())
             assert evals[step] == pytest.approx(found[theta], abs=2e-6)
             assert min(abs(evals[step] - loss) for t, loss in found.items() if t != theta) > 5e-6
     finally:

@@ -27,14 +27,14 @@ def tiny_params():
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def tiny_nats_per_token(params, inputs_BT, targets_BT):
+def tiny_scores(params, inputs_BT, targets_BT):
     """A causal model: the last token and the mean of all so far in the window."""
     embedded_BTD = params["embed_VD"][inputs_BT]
     mean_BTD = jnp.cumsum(embedded_BTD, axis=1) / jnp.arange(1, inputs_BT.shape[1] + 1)[:, None]
     logits_BTV = jnp.tanh(embedded_BTD + mean_BTD @ params["context_DD"]) @ params["head_DV"]
     target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
-    return nats_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
+    return {"nats": nats_BT, "correct": jnp.argmax(logits_BTV, axis=-1) == targets_BT}
 
 
 def tiny_documents(seed, num_documents):
@@ -75,7 +75,7 @@ def loop_over_tokens(documents):
 
 def test_progress_is_told_in_rows_and_changes_nothing():
     evalsets = [*four_evalsets(), replace(four_evalsets()[3], name="again")]
-    suite, told = Suite(evalsets, tiny_nats_per_token, micro_batch_size=4), []
+    suite, told = Suite(evalsets, tiny_scores, micro_batch_size=4), []
     results = suite.run(tiny_params(), progress=lambda done, total: told.append((done, total)))
     rows = sum(4 * -(-evalset.num_windows // 4) for evalset in four_evalsets())  # one content is measured once
     assert rows > 40 and told == [(done, rows) for done in range(4, rows + 1, 4)]
@@ -86,7 +86,7 @@ def test_progress_is_told_in_rows_and_changes_nothing():
 def test_equals_a_float64_loop():
     documents = tiny_documents(seed=3, num_documents=30)
     evalset = cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN)
-    results = Suite([evalset], tiny_nats_per_token, micro_batch_size=4).run(tiny_params())["set"]
+    results = Suite([evalset], tiny_scores, micro_batch_size=4).run(tiny_params())["set"]
     nats_D, correct_D, tokens_D, bytes_D = loop_over_tokens(documents)
 
     assert np.bincount(results.document_N, results.nats_N) == pytest.approx(nats_D, rel=2e-6)
@@ -125,7 +125,7 @@ def test_answers_equal_a_float64_loop():
             correct += int(np.argmax(logits) == document[t])
             tokens, num_bytes = tokens + 1, num_bytes + int(TOKEN_BYTES_V[document[t]])
     assert 100 < tokens < sum(map(len, documents))
-    results = Suite([evalset], tiny_nats_per_token, micro_batch_size=4).run(tiny_params())["set"]
+    results = Suite([evalset], tiny_scores, micro_batch_size=4).run(tiny_params())["set"]
     summary = summarise(results)
     assert (results.tokens_N.sum(), results.bytes_N.sum()) == (tokens, num_bytes)
     assert summary.loss == pytest.approx(nats / tokens, rel=1e-6)
@@ -136,8 +136,8 @@ def test_answers_equal_a_float64_loop():
 def test_a_set_of_answers_changes_nothing_for_the_others_and_traces_nothing_anew():
     documents, scored = answers_of(tiny_documents(seed=3, num_documents=30), seed=1)
     answers = cut_windows("answers", documents, TOKEN_BYTES_V, EOT, SEQ_LEN, scored=scored)
-    alone = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=8).run(tiny_params())
-    suite = Suite([answers, *four_evalsets()], tiny_nats_per_token, micro_batch_size=8)
+    alone = Suite(four_evalsets(), tiny_scores, micro_batch_size=8).run(tiny_params())
+    suite = Suite([answers, *four_evalsets()], tiny_scores, micro_batch_size=8)
     together = suite.run(tiny_params())
     assert suite._sum_windows._cache_size() == 1
     for name, expected in alone.items():
@@ -147,26 +147,26 @@ def test_a_set_of_answers_changes_nothing_for_the_others_and_traces_nothing_anew
 def test_independent_of_set_order_and_of_other_sets():
     evalsets = four_evalsets()
     params = tiny_params()
-    suite = Suite(evalsets, tiny_nats_per_token, micro_batch_size=8)
+    suite = Suite(evalsets, tiny_scores, micro_batch_size=8)
     together = suite.run(params)
     assert list(together) == ["a", "b", "c", "d"]
-    backwards = Suite(evalsets[::-1], tiny_nats_per_token, micro_batch_size=8).run(params)
+    backwards = Suite(evalsets[::-1], tiny_scores, micro_batch_size=8).run(params)
     assert list(backwards) == ["d", "c", "b", "a"]
     for name in together:
         assert_equal(backwards[name], together[name])
         assert_equal(suite.run(params, [name])[name], together[name])
-    alone = Suite(evalsets[1:2], tiny_nats_per_token, micro_batch_size=8).run(params)
+    alone = Suite(evalsets[1:2], tiny_scores, micro_batch_size=8).run(params)
     assert_equal(alone["b"], together["b"])
 
 
 @pytest.fixture(scope="module")
 def micro_batches_of_16():
-    return Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=16).run(tiny_params())
+    return Suite(four_evalsets(), tiny_scores, micro_batch_size=16).run(tiny_params())
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 7, 32])
 def test_independent_of_micro_batch_size(micro_batches_of_16, micro_batch_size):
-    results = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=micro_batch_size).run(tiny_params())
+    results = Suite(four_evalsets(), tiny_scores, micro_batch_size=micro_batch_size).run(tiny_params())
     assert len(results) == 4
     for name, expected in micro_batches_of_16.items():
         assert results[name].nats_N == pytest.approx(expected.nats_N, rel=1e-6)
@@ -191,7 +191,7 @@ def put(array):
     placed.append(jax.device_put(array, rows))
     return placed[-1]
 
-suite = Suite(here.four_evalsets(), here.tiny_nats_per_token, 16, put, results_sharding=everywhere)
+suite = Suite(here.four_evalsets(), here.tiny_scores, 16, put, results_sharding=everywhere)
 params = jax.device_put(here.tiny_params(), everywhere)
 results = suite.run(params)
 sums = [s for batches in suite._micro_batches.values() for s in suite._sum_windows(params, *batches[0]).values()]
@@ -222,7 +222,7 @@ def test_traced_once_over_four_sets_and_several_evals():
 
     def counted(params, inputs_BT, targets_BT):
         traces.append((inputs_BT.shape, targets_BT.shape))
-        return tiny_nats_per_token(params, inputs_BT, targets_BT)
+        return tiny_scores(params, inputs_BT, targets_BT)
 
     suite = Suite(four_evalsets(), counted, micro_batch_size=8)
     assert not traces
@@ -242,10 +242,10 @@ def test_another_function_over_the_same_windows():
 
     def halved(params, inputs_BT, targets_BT):
         traces.append(inputs_BT.shape)
-        nats_BT, correct_BT = tiny_nats_per_token(params, inputs_BT, targets_BT)
-        return nats_BT / 2, correct_BT
+        scores = tiny_scores(params, inputs_BT, targets_BT)
+        return scores | {"nats": scores["nats"] / 2}
 
-    suite = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=8, put=put)
+    suite = Suite(four_evalsets(), tiny_scores, micro_batch_size=8, put=put)
     num_placed = len(placed)
     expected = suite.run(tiny_params())
     other = suite.using(summed_by_window(halved))
@@ -265,9 +265,9 @@ def test_compiled_before_there_are_parameters():
 
     def counted(params, inputs_BT, targets_BT):
         traces.append(inputs_BT.shape)
-        return tiny_nats_per_token(params, inputs_BT, targets_BT)
+        return tiny_scores(params, inputs_BT, targets_BT)
 
-    expected = Suite(evalsets, tiny_nats_per_token, 16).run(tiny_params())
+    expected = Suite(evalsets, tiny_scores, 16).run(tiny_params())
     suite = Suite(evalsets, counted, 16)
     suite.compile(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params()))
     assert len(traces) == 1
@@ -287,7 +287,7 @@ def test_one_text_under_two_names_is_measured_once():
         calls.append(tokens_BT1)
         return measure(params, tokens_BT1, scored_BT)
 
-    suite = Suite([a, replace(a, name="again"), b], tiny_nats_per_token, micro_batch_size=8)
+    suite = Suite([a, replace(a, name="again"), b], tiny_scores, micro_batch_size=8)
     measure, suite._sum_windows = suite._sum_windows, counted
     results = suite.run(tiny_params())
     assert list(results) == ["a", "again", "b"]
@@ -302,7 +302,7 @@ def test_the_results_tell_the_copies_of_a_document():
     documents = tiny_documents(seed=3, num_documents=25)
     evalset = cut_windows("a", [*documents, *documents[:4] * 5], TOKEN_BYTES_V, EOT, SEQ_LEN)
     once = cut_windows("b", documents, TOKEN_BYTES_V, EOT, SEQ_LEN)
-    results = Suite([evalset, once], tiny_nats_per_token).run(tiny_params())
+    results = Suite([evalset, once], tiny_scores).run(tiny_params())
     assert results["b"].document_N.tolist() == once.document_N.tolist()
     document_N, repeated_N = results["a"].document_N, ~results["a"].document_N[once.num_windows :]
     assert document_N[: once.num_windows].tolist() == once.document_N.tolist()
@@ -318,20 +318,20 @@ def test_padding_never_matters():
     filled_NT1 = evalset.tokens_NT1.copy()
     filled_NT1[:, 1:][padding_NT] = np.random.default_rng(0).integers(1, VOCAB_SIZE, padding_NT.sum())
     assert padding_NT.sum() > 50
-    expected = Suite([evalset], tiny_nats_per_token, micro_batch_size=8).run(tiny_params())["set"]
-    filled = Suite([replace(evalset, tokens_NT1=filled_NT1)], tiny_nats_per_token, micro_batch_size=8)
+    expected = Suite([evalset], tiny_scores, micro_batch_size=8).run(tiny_params())["set"]
+    filled = Suite([replace(evalset, tokens_NT1=filled_NT1)], tiny_scores, micro_batch_size=8)
     assert_equal(filled.run(tiny_params())["set"], expected)
 
 
 def test_nan_in_the_padding_stays_there_and_a_scored_nan_shows():
     def nan_at_padding(params, inputs_BT, targets_BT):
-        nats_BT, correct_BT = tiny_nats_per_token(params, inputs_BT, targets_BT)
-        return jnp.where(targets_BT == params["broken_id"], jnp.nan, nats_BT), correct_BT
+        scores = tiny_scores(params, inputs_BT, targets_BT)
+        return scores | {"nats": jnp.where(targets_BT == params["broken_id"], jnp.nan, scores["nats"])}
 
     evalset = tiny_evalset("set", seed=5, num_documents=20)
     suite = Suite([evalset], nan_at_padding, micro_batch_size=8)
     results = suite.run(tiny_params() | {"broken_id": np.int32(EOT)})["set"]
-    assert_equal(results, Suite([evalset], tiny_nats_per_token, micro_batch_size=8).run(tiny_params())["set"])
+    assert_equal(results, Suite([evalset], tiny_scores, micro_batch_size=8).run(tiny_params())["set"])
     broken = suite.run(tiny_params() | {"broken_id": np.int32(3)})["set"]
     holds_3 = np.any(evalset.tokens_NT1[:, 1:] == 3, axis=1)
     assert 0 < holds_3.sum() < len(holds_3)
@@ -339,7 +339,7 @@ def test_nan_in_the_padding_stays_there_and_a_scored_nan_shows():
 
 
 def test_no_names_no_work():
-    suite = Suite(four_evalsets(), tiny_nats_per_token)
+    suite = Suite(four_evalsets(), tiny_scores)
     assert suite.run(tiny_params(), []) == {}
     assert suite._sum_windows._cache_size() == 0
     assert list(suite.run(tiny_params(), ["d", "b"])) == ["d", "b"]
@@ -357,10 +357,10 @@ def test_errors():
     evalset = tiny_evalset("set", seed=0, num_documents=3)
     longer = cut_windows("longer", tiny_documents(0, 3), TOKEN_BYTES_V, EOT, SEQ_LEN + 1)
     with pytest.raises(ValueError, match=r"different seq_len \(set 12, longer 13\)"):
-        Suite([evalset, longer], tiny_nats_per_token)
+        Suite([evalset, longer], tiny_scores)
     with pytest.raises(ValueError, match="expected each name once"):
-        Suite([evalset, evalset], tiny_nats_per_token)
+        Suite([evalset, evalset], tiny_scores)
     with pytest.raises(ValueError, match="micro_batch_size is 0"):
-        Suite([evalset], tiny_nats_per_token, micro_batch_size=0)
+        Suite([evalset], tiny_scores, micro_batch_size=0)
     with pytest.raises(ValueError, match=r"no eval set 'sett' in the suite \(sets: set\)"):
-        Suite([evalset], tiny_nats_per_token).run(tiny_params(), ["sett"])
+        Suite([evalset], tiny_scores).run(tiny_params(), ["sett"])

@@ -16,7 +16,7 @@ from tiny_run import tiny_data, tiny_train, with_changes, write_corpus
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
-from curriculum.model.loss import nats_per_token
+from curriculum.model.loss import score_targets
 from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import Checkpoints
@@ -635,7 +635,7 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     from curriculum.train import compiled, trainer
 
     traces, built = [], []
-    forward = compiled.nats_per_token
+    forward = compiled.score_targets
 
     def kept(*arguments):
         built.append(build(*arguments))
@@ -657,7 +657,7 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
         return counted_step
 
     unwrapped = compiled.make_train_step
-    monkeypatch.setattr(compiled, "nats_per_token", counted)
+    monkeypatch.setattr(compiled, "score_targets", counted)
     monkeypatch.setattr(compiled, "make_train_step", make_step)
     data = config_data(corpus, train__steps=40)
     data["phases"] = [
@@ -753,7 +753,7 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
         # The loss of the last batch at the first parameters: the mean over those targets and no others.
         params = setup.states.first().params
         inputs_MT, targets_MT = (np.asarray(a).reshape(8, 32) for a in (batch.inputs_ABT, batch.targets_ABT))
-        nats_MT = np.asarray(nats_per_token(setup.model, params, inputs_MT, targets_MT)[0], np.float64)
+        nats_MT = np.asarray(score_targets(setup.model, params, inputs_MT, targets_MT)["nats"], np.float64)
         state = setup.update_at(0)(setup.states.first(), batch, *UpdateKnobs())
         assert np.sum(state.window.tokens_S2) == mask_MT.sum() < 8 * 32
         found = read_window(state.window, setup.course.plan.sources)

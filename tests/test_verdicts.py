@@ -28,8 +28,8 @@ from curriculum.train.trainer import train
 from curriculum.train.watch import Evaluated
 from evalsets import gold
 from evalsets.gold import GoldState, Regressed, kept_steps
-from evalsets.metrics import Summary
 from evalsets.suite import Suite
+from evalsets.summary import Summary
 
 SWITCH, BACK, END = 200, 225, 260
 
@@ -510,7 +510,8 @@ def test_what_replay_does_about_an_alarm(tmp_path, done, standing, newly, loss, 
     sections["evalsets"]["sets"]["own"] = {"path": str(tmp_path / "own.txt")}
     sections["evalsets"]["regression"] = {"action": "replay", "replay_factor": 1.5, "replay_max_share": 0.9}
     with closing(build(build_config(sections), tmp_path / "store")) as setup:
-        summaries = {name: Summary(loss, 2.0, 1.0, 0.5, 0.1, "documents") for name in standing}
+        summary = Summary(loss=loss, perplexity=2.0, bpb=1.0, accuracy=0.5, sem=0.1, clusters="documents")
+        summaries = dict.fromkeys(standing, summary)
         evaluated = Evaluated(summaries, {}, [], standing, newly, dict.fromkeys(standing, []), [], [])
         edits, action = _act(SimpleNamespace(setup=setup, history=History("now", "a")), done, evaluated)
     assert action == told

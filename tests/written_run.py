@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.config import build_config
-from curriculum.record.events import Record, Recorded, config_name, eval_key
+from curriculum.record.events import Record, config_name, eval_key
 from curriculum.record.windows import write_results
 from evalsets.metrics import WindowResults, summarise
+from evalsets.summary import RECORDED
 
 TOKENS_PER_STEP = 100
 PHASES = (("foundation", 0, 60, {"web": 0.8, "code": 0.2}), ("domain", 60, 100, {"law": 0.9, "web": 0.1}))
@@ -174,7 +175,7 @@ def _losses(measured: Mapping[str, WindowResults]) -> dict[str, float | None]:
     fields = {}
     for name, results in measured.items():
         of_set = summarise(results)
-        fields |= {eval_key(name, metric): getattr(of_set, metric) for metric in Recorded._fields}
+        fields |= {eval_key(name, metric): getattr(of_set, metric) for metric in RECORDED}
     return fields
 
 

@@ -45,7 +45,7 @@ def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> li
     import numpy as np
 
     from curriculum.config import build_config
-    from curriculum.model.loss import nats_per_token
+    from curriculum.model.loss import score_targets
     from curriculum.model.transformer import init_params, transformer
     from curriculum.schema.adaptation import resolved_model
     from curriculum.train.compiled import make_suite
@@ -79,8 +79,8 @@ def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> li
     batches = [[place_rows(mesh, tokens_BT1[:, at]) for at in (slice(-1), slice(1, None))] for _ in num_rows[3]]
 
     def forward(model, with_accuracy, params, inputs_BT, targets_BT):
-        nats_BT, correct_BT = nats_per_token(model, params, inputs_BT, targets_BT)
-        return (nats_BT.mean(), correct_BT.mean()) if with_accuracy else nats_BT.mean()
+        scores = score_targets(model, params, inputs_BT, targets_BT)
+        return (scores["nats"].mean(), scores["correct"].mean()) if with_accuracy else scores["nats"].mean()
 
     def over_batches(model, with_accuracy):
         compiled_forward = jax.jit(partial(forward, model, with_accuracy))

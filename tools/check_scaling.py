@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from results import json_parser, write_json
 
 from curriculum.model.counts import num_parameters
-from curriculum.model.loss import nats_per_token
+from curriculum.model.loss import score_targets
 from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
@@ -63,7 +63,7 @@ def compiled_eval(config: ModelConfig, mesh: Mesh, rows: int, seq_len: int) -> j
     model = transformer(config)
     params = abstract_on_mesh(mesh, abstract_params(model))
     tokens = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(ROW_AXES)))
-    return jax.jit(partial(nats_per_token, on_mesh(model, mesh))).lower(params, tokens, tokens).compile()
+    return jax.jit(partial(score_targets, on_mesh(model, mesh))).lower(params, tokens, tokens).compile()
 
 
 def collectives(program: str) -> dict[str, dict[str, int]]:

@@ -48,22 +48,14 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
 
 def table(measured) -> list[str]:
     """An `Evaluation` as lines of text."""
-    from curriculum.record.wording import columns
+    from curriculum.record.wording import columns, metric_texts, metric_titles
+    from evalsets.summary import Summary
 
-    rows = [("set", "loss", "± sem", "perplexity", "bpb", "accuracy", "windows", "documents")]
+    header = ("set", *metric_titles(Summary), "windows", "documents")
+    rows = [header]
     for name, summary in measured.summaries.items():
         evalset = measured.evalsets[name]
-        rows.append(
-            (
-                name,
-                f"{summary.loss:.6f}",
-                "-" if summary.sem is None else f"{summary.sem:.6f}",
-                f"{summary.perplexity:,.3f}",
-                "-" if summary.bpb is None else f"{summary.bpb:.6f}",
-                f"{summary.accuracy:.2%}",
-                f"{evalset.num_windows:,}",
-                f"{evalset.num_documents:,}",
-            )
-        )
+        counts = (f"{evalset.num_windows:,}", f"{evalset.num_documents:,}")
+        rows.append((name, *metric_texts(vars(summary), Summary), *counts))
     title = f"{measured.run}: step {measured.step:,}, {measured.weights} weights"
-    return [title, *columns(rows, right=range(1, 8), indent="")]
+    return [title, *columns(rows, right=range(1, len(header)), indent="")]

@@ -19,23 +19,24 @@ from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend, loss_po
 from curriculum.model.model import Model, Params
 
 
-def nats_per_token(
-    model: Model, params: Params, inputs_BT: jax.Array, targets_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(nats_BT, correct_BT): -ln p(target) in float32, and whether the target is the likeliest token. For evals."""
+def score_targets(model: Model, params: Params, inputs_BT: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
+    """For evals: {nats: -ln p(target) in float32, correct: whether the target is the likeliest token}, each [B, T].
+
+    Another one is summed over each window if `WindowResults` has a field for it.
+    """
     features_BTD = model.forward(params, inputs_BT, None, None)
     # If the ids are split over devices, blocks would lie across them, and the logits be gathered.
     block_ids = BLOCK_IDS if model.vocab_shards == 1 else None
     if model.head is None:
-        return _nats(features_BTD.astype(jnp.float32), model.num_ids, targets_BT, block_ids)
+        return _scores(features_BTD.astype(jnp.float32), model.num_ids, targets_BT, block_ids)
     kernel_WD, num_ids = _head(model, params, max(block_ids or 1, BY_BACKEND[backend()].head_rows))
     kernel_WD = kernel_WD.astype(features_BTD.dtype)
 
-    def chunk_nats(chunk):
+    def chunk_scores(chunk):
         features_BtD, targets_Bt = chunk
-        return _nats(_logits(features_BtD, kernel_WD, None), num_ids, targets_Bt, block_ids)
+        return _scores(_logits(features_BtD, kernel_WD, None), num_ids, targets_Bt, block_ids)
 
-    return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_WD, model.row_shards)
+    return _by_chunk(chunk_scores, (features_BTD, targets_BT), kernel_WD, model.row_shards)
 
 
 def sum_nats(
@@ -53,7 +54,7 @@ def sum_nats(
     """
     features_BTD = model.forward(params, inputs_BT, segment_ids_BT, keys_B)
     if model.head is None:
-        nats_BT, _ = _nats(features_BTD.astype(jnp.float32), model.num_ids, targets_BT)
+        nats_BT = _scores(features_BTD.astype(jnp.float32), model.num_ids, targets_BT)["nats"]
         nats_BT = jnp.where(loss_mask_BT, nats_BT, 0)
         return nats_BT.sum(), jax.lax.stop_gradient(nats_BT).sum(axis=1)
     kernel_VD, num_ids = _head(model, params, BY_BACKEND[backend()].head_rows)
@@ -164,10 +165,10 @@ def _without_padding(logits_V: jax.Array, num_ids: int | None) -> jax.Array:
     return jnp.where(jnp.arange(logits_V.shape[-1]) < num_ids, logits_V, -jnp.inf)
 
 
-def _nats(
+def _scores(
     logits_BTW: jax.Array, num_ids: int | None, targets_BT: jax.Array, block_ids: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """(nats_BT, correct_BT) of logits that are padding from `num_ids` on; None: none is.
+) -> dict[str, jax.Array]:
+    """`score_targets` of logits that are padding from `num_ids` on; None: none is.
 
     With `block_ids` that divide the logits, the sum of exponentials and the largest logit of each such block of ids
     come first, and then those of all. So a block is still in the cache when it is read again, and whether `argmax`
@@ -195,10 +196,11 @@ def _nats(
 
     nats_BT = jax.nn.logsumexp(by_block(jax.nn.logsumexp), axis=-1) - target_logit_BT1[..., 0]
     if K == W:
-        return nats_BT, is_first_top(logits_BTW[..., :V], target_BT1)
+        return {"nats": nats_BT, "correct": is_first_top(logits_BTW[..., :V], target_BT1)}
     own_BTK = jnp.take_along_axis(blocks_BTNK, target_BT1[..., None] // K, axis=-2)[..., 0, :]
     own_BTK = jnp.where(target_BT1 // K * K + jnp.arange(K) < V, own_BTK, -jnp.inf)
-    return nats_BT, is_first_top(by_block(jnp.max), target_BT1 // K) & is_first_top(own_BTK, target_BT1 % K)
+    correct_BT = is_first_top(by_block(jnp.max), target_BT1 // K) & is_first_top(own_BTK, target_BT1 % K)
+    return {"nats": nats_BT, "correct": correct_BT}
 
 
 def _by_chunk(function, arrays, kernel_VD, row_shards):

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from curriculum.disk.append import Appender, discard, is_disk_error
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.record.events import Recorded, eval_averages, eval_sets, number
+from curriculum.record.events import eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
     sample_lines,
@@ -31,6 +31,7 @@ from curriculum.record.sentences import (
 from curriculum.record.wording import MOST_NAMED, duration, first_of, largest, loss, percent_done
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
+from evalsets.summary import Recorded
 
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once

@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from curriculum.record.events import Recorded, eval_averages, eval_sets, number
+from curriculum.record.events import eval_averages, eval_sets, number
+from evalsets.summary import Recorded
 
 
 def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, float]:
@@ -24,7 +25,7 @@ def eval_curves(event: dict[str, Any]) -> dict[str, float]:
     """The point of each curve that an `eval` event has; `sem` gives none."""
     values = {}
     for name, measured in all_sets(event).items():
-        values |= {f"eval/{name}/{metric}": value for metric, value in measured._asdict().items() if metric != "sem"}
+        values |= {f"eval/{name}/{metric}": value for metric, value in vars(measured).items() if metric != "sem"}
     return _numbers(values)
 
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from curriculum.disk.append import Appender, tell
 from curriculum.disk.durable import sync, write_whole
 from curriculum.errors import InputError, readable
+from evalsets.summary import RECORDED, Recorded
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -177,14 +178,6 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-class Recorded(NamedTuple):
-    """What an `eval` event says of one set, as written: floats, None, or the strings for NaN and infinities."""
-
-    loss: Any
-    bpb: Any
-    sem: Any
-
-
 def eval_key(name: str, metric: str = "loss") -> str:
     """Where an `eval` event has a metric of a set: `val_loss`, `val_bpb`; `eval_code`, `eval_code_bpb`."""
     if name == "val":
@@ -193,10 +186,13 @@ def eval_key(name: str, metric: str = "loss") -> str:
 
 
 def eval_sets(event: Mapping[str, Any]) -> dict[str, Recorded]:
-    """What an `eval` event says of each set that it measured; the primary set is `val`."""
+    """What an `eval` event says of each set that it measured; the primary set is `val`.
+
+    Numbers are as written: None where there is none, and strings for NaN and infinities.
+    """
     named = ["val", *(key.removeprefix("eval_") for key in event if key.startswith("eval_"))]
     return {
-        name: Recorded(*(event.get(eval_key(name, metric)) for metric in Recorded._fields))
+        name: Recorded(**{metric: event.get(eval_key(name, metric)) for metric in RECORDED})
         for name in named
         if eval_key(name, "bpb") in event  # other fields that begin with `eval_` have none: no set may have their name
     }

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.record.curves import all_sets
 from curriculum.record.events import STAMPS, eval_sets, number, record_name
 from curriculum.run import Run
 from curriculum.run_directory import read_json
+from evalsets.summary import Recorded
 
 _Mark = tuple[str, int, Mapping[str, int], Mapping[str, int]]  # phase, step, tokens read and consumed by then
 
 
-class EvalPoint(NamedTuple):
-    """One set at one eval. NaN and infinities are floats here; `bpb` and `sem` are None if there is none."""
+@dataclass(frozen=True, kw_only=True)
+class EvalPoint(Recorded):
+    """One set at one eval. NaN and infinities are floats here; a metric is None if there is none."""
 
     step: int
     tokens: int
     phase: str
-    loss: float
-    bpb: float | None
-    sem: float | None
 
 
 def beginning(lineage: Mapping[str, Any]) -> str:
@@ -50,9 +50,9 @@ def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint
         if event["event"] != "eval":
             continue
         for name, measured in all_sets(event).items():
-            stamp = (event["step"], event["tokens_processed"], event["phase"])
-            numbers = number(measured.loss), number(measured.bpb), number(measured.sem)
-            points.setdefault(name, []).append(EvalPoint(*stamp, *numbers))
+            metrics = {metric: number(value) for metric, value in vars(measured).items()}
+            point = EvalPoint(step=event["step"], tokens=event["tokens_processed"], phase=event["phase"], **metrics)
+            points.setdefault(name, []).append(point)
     return points
 
 

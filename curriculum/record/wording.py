@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from curriculum.record.events import number
+from evalsets.summary import Recorded
 
 # What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons cover the text alone.
 WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
@@ -132,6 +134,18 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 def printable(text: str, also: str = "") -> str:
     """Text of a model or a document, with all but printable characters and those in `also` escaped."""
     return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
+
+
+def metric_titles(of: type[Recorded] = Recorded) -> list[str]:
+    """The titles of the columns that tables of evals have for metrics: the recorded ones, or all of `Summary`."""
+    return [metric.metadata["title"] for metric in fields(of) if metric.metadata]
+
+
+def metric_texts(measured: Mapping[str, Any], of: type[Recorded] = Recorded) -> list[str]:
+    """The cells under `metric_titles`; `-` for a metric that is None or not there."""
+    shown = {metric.name: metric.metadata["format"] for metric in fields(of) if metric.metadata}
+    numbers = {name: number(measured.get(name)) for name in shown}
+    return ["-" if as_float is None else format(as_float, shown[name]) for name, as_float in numbers.items()]
 
 
 def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:

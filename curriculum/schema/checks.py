@@ -11,15 +11,15 @@ from pathlib import Path
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, nearest, no_such, no_such_path
 from curriculum.model.presets import model_problems
-from curriculum.record.events import Recorded
 from curriculum.schema.sections import EvalSource
 from curriculum.schema.shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.train.optimizer import OPTIMIZERS
 from evalsets.evalset import PRIMARY
+from evalsets.summary import RECORDED
 from phases.checks import EXPECTED_NAME, NAME, check_cap, check_phases
 from phases.lr import check_rates
 
-_METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # suffixes of the record's keys
+_METRICS = tuple(f"_{metric}" for metric in RECORDED if metric != "loss")  # suffixes of the record's keys
 NO_ADAPTERS = "a custom model (model: null) has no adapters; leave lora out, and freeze within the model itself"
 
 

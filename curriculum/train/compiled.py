@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
 from curriculum.model.formulation import BY_BACKEND, Formulation, backend
-from curriculum.model.loss import nats_per_token
+from curriculum.model.loss import score_targets
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
@@ -132,7 +132,7 @@ class Compiled:
 
     def _suite(self, rope_theta: float | None) -> Suite:
         sum_windows = keeping(_sum_windows, self._states.own)
-        suite = self._own_suite.using(sum_windows(nats_per_token, self._model(rope_theta)))
+        suite = self._own_suite.using(sum_windows(score_targets, self._model(rope_theta)))
         suite.compile(self._states.whole(self._states.like.params))
         return suite
 
@@ -157,13 +157,13 @@ def _transformer_on(architecture: ModelConfig, mesh: Mesh, formulation: Formulat
     return on_mesh(transformer(architecture), mesh)
 
 
-def _sum_windows(nats_per_token: Callable, model: Model) -> SumWindows:
-    return summed_by_window(partial(nats_per_token, model))
+def _sum_windows(score_targets: Callable, model: Model) -> SumWindows:
+    return summed_by_window(partial(score_targets, model))
 
 
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
     """The suite that measures eval sets, in training and later: the same compiled function and micro-batches."""
-    measured = partial(nats_per_token, on_mesh(model, mesh))
+    measured = partial(score_targets, on_mesh(model, mesh))
     rows = _eval_rows(config, mesh)
     # On CPUs only one eval with collectives may be under way. The devices of a process share one thread per core, and
     # hold it while they wait for each other: dozens of evals on one device hold all threads, and nothing proceeds.

@@ -10,7 +10,7 @@ import numpy as np
 
 from curriculum.model.model import count, num_parameters
 from curriculum.plan_warnings import evalset_warnings
-from curriculum.record.events import Recorded, eval_key, record_name
+from curriculum.record.events import eval_key, record_name
 from curriculum.scheduling import constant_tokens_per_step, describe_phases, shape_of, step_sizes
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.history import History
@@ -19,7 +19,8 @@ from curriculum.train.resuming.going_back import Rollback
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
 from curriculum.train.watch import Evaluated
-from evalsets.metrics import Summary, WindowResults, clusters, summarise
+from evalsets.metrics import WindowResults, clusters, summarise
+from evalsets.summary import RECORDED, Summary
 from phases.rates import rate_spans
 from phases.schedule import Schedule
 
@@ -206,10 +207,10 @@ def _rounded(nats: Any) -> float | None:
 
 
 def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
-    """Loss, bits per byte and standard error of each set, rounded to six decimals."""
+    """The recorded metrics of each set, rounded to six decimals."""
     fields: dict[str, float | None] = {}
     for name, summary in summaries.items():
-        for metric in Recorded._fields:
+        for metric in RECORDED:
             value = getattr(summary, metric)
             fields[eval_key(record_name(name), metric)] = None if value is None else round(value, 6)
     return fields

@@ -18,7 +18,8 @@ from curriculum.train.signals import Stopped
 from curriculum.train.watch import Evaluated, Pair
 from evalsets import gold
 from evalsets.gold import Candidate, Gold, Measured, Regressed, accepted, kept_steps, vetoed
-from evalsets.metrics import Summary, summarise
+from evalsets.metrics import summarise
+from evalsets.summary import Summary
 from phases.replay import ReplayRefused
 
 

@@ -14,7 +14,7 @@ from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
 from curriculum.record.wording import MOST_NAMED, largest, smallest_rise
 from curriculum.scheduling import num_due
-from evalsets.metrics import Summary, WindowResults, summarise
+from evalsets.metrics import WindowResults, summarise
 from evalsets.regressions import (
     BASELINES,
     BEST,
@@ -33,6 +33,7 @@ from evalsets.regressions import (
     observe,
     transfer,
 )
+from evalsets.summary import Summary
 
 if TYPE_CHECKING:
     from curriculum.train.setup import Setup

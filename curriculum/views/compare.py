@@ -27,6 +27,7 @@ from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_difference
 from evalsets.student import student_quantile
+from evalsets.summary import RECORDED, Recorded
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
@@ -54,8 +55,8 @@ class Difference:
     num_clusters: int
 
 
-@dataclass(frozen=True)
-class RunOnSet:
+@dataclass(frozen=True, kw_only=True)
+class RunOnSet(Recorded):
     """The eval of one run on one set that enters the comparison; `set` is this run's own name for the set.
 
     `difference` and `verdict` are None for the run that the others are compared with.
@@ -65,9 +66,6 @@ class RunOnSet:
     set: str
     step: int
     tokens: int
-    loss: float
-    bpb: float | None
-    sem: float | None
     difference: Difference | None
     verdict: str | None
 
@@ -299,7 +297,16 @@ def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
 def _measured(
     side: _Side, name: str, point: EvalPoint, between: Difference | None = None, verdict: str | None = None
 ) -> RunOnSet:
-    return RunOnSet(side.name, name, point.step, point.tokens, point.loss, point.bpb, point.sem, between, verdict)
+    metrics = {metric: getattr(point, metric) for metric in RECORDED}
+    return RunOnSet(
+        run=side.name,
+        set=name,
+        step=point.step,
+        tokens=point.tokens,
+        difference=between,
+        verdict=verdict,
+        **metrics,
+    )
 
 
 def _refusal(first: _Side, other: _Side, name: str) -> str:

@@ -12,13 +12,14 @@ from curriculum.record.wording import (
     first_of,
     interval_text,
     listed,
-    loss,
+    metric_texts,
+    metric_titles,
     signed,
 )
 from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns, ComparedSet, RunOnSet
 from curriculum.views.config_differences import rows as config_rows
 
-COLUMNS = ("eval set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
+COLUMNS = ("eval set", "run", "step", *metric_titles(), "difference", "95 % interval")
 MOST_SENTENCES = 24  # with more differences than that each set has one line
 _MOST_OF_SECTION = 24  # keys of a section of the config that are shown
 
@@ -39,7 +40,7 @@ def table(comparison: ComparedRuns) -> list[str]:
         lines += [*columns(rows, right=()), ""]
     else:
         lines += ["No key of the configs differs.", ""]
-    lines += [*columns([COLUMNS, *(cells for _, cells in measured(comparison))], right=range(2, 8)), ""]
+    lines += [*columns([COLUMNS, *(cells for _, cells in measured(comparison))], right=range(2, len(COLUMNS))), ""]
     sentences = [f"{compared.title}: {m.verdict}" for compared in comparison.sets for m in compared.runs if m.verdict]
     if len(sentences) > MOST_SENTENCES:
         sentences = [_in_short(compared) for compared in comparison.sets]
@@ -50,7 +51,7 @@ def measured(comparison: ComparedRuns) -> Iterator[tuple[RunOnSet, tuple[str, ..
     """Each run on each eval set, with its cells under COLUMNS; of a set only the first row has the title."""
     for compared in comparison.sets:
         for i, m in enumerate(compared.runs):
-            numbers = (f"{m.step:,}", loss(m.loss), loss(m.sem), loss(m.bpb))
+            numbers = (f"{m.step:,}", *metric_texts(vars(m)))
             d = m.difference
             between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
             yield m, (compared.title if i == 0 else "", m.run, *numbers, *between)

@@ -120,7 +120,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
     for name, of_set in eval_points(run.events).items():
         best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
         evals[name] = {
-            **of_set[-1]._asdict(),
+            **vars(of_set[-1]),
             "first": of_set[0].loss,
             "best": best.loss,
             "best_step": best.step,

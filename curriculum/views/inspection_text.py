@@ -18,6 +18,8 @@ from curriculum.record.wording import (
     listed,
     loss,
     mesh_text,
+    metric_texts,
+    metric_titles,
     percent_done,
     signed,
     size_text,
@@ -207,13 +209,13 @@ def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
 def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if not evals:
         return ["  no eval yet"]
-    rows = [("eval set", "step", "loss", "± sem", "bpb", "first", "best", "at step", "detects", "text")]
+    header = ("eval set", "step", *metric_titles(), "first", "best", "at step", "detects", "text")
+    rows = [header]
     for name, e in evals.items():
         detects = "" if e["detectable"] is None else smallest_rise(e["detectable"])
-        best = (loss(e["best"]), f"{e['best_step']:,}")
-        rows.append((name, f"{e['step']:,}", loss(e["loss"]), loss(e["sem"]), loss(e["bpb"]), loss(e["first"]), *best))
-        rows[-1] += (detects, e["text"] or "")
-    return columns(rows, right=range(1, 9))
+        past = (loss(e["first"]), loss(e["best"]), f"{e['best_step']:,}")
+        rows.append((name, f"{e['step']:,}", *metric_texts(e), *past, detects, e["text"] or ""))
+    return columns(rows, right=range(1, len(header) - 1))
 
 
 def least_seen(facts: Mapping[str, Any]) -> str | None:

@@ -32,7 +32,8 @@ from curriculum.record.wording import (
     epochs_text,
     few_documents,
     interval_text,
-    loss,
+    metric_texts,
+    metric_titles,
     signed,
     unseen,
 )
@@ -143,7 +144,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         own = [p for p in points.get(name + suffix, ()) if weights.phase is None or p.step == step]
         last = own[-1] if own else None
         if last is None:
-            rows.append((*cells, "not measured", *[""] * 5))
+            rows.append((*cells, "not measured", *[""] * (3 + len(metric_titles()))))
             continue
         interval = "-"
         if last.sem is not None and num_windows:
@@ -160,15 +161,17 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         if name not in still_measured:
             regressed = "no longer measured"
         change = _change(run, name, suffix, first, last, unknown)
-        rows.append((*cells, f"{last.step:,}", loss(last.loss), interval, loss(last.bpb), change, regressed))
-    header = ("eval set", "text", "documents", "tokens", "step", "loss", "95 %", "bits per byte")
-    measured = table_of((*header, "change since the start", "verdict"), rows, right=(2, 3, 4, 5, 7))
+        rows.append((*cells, f"{last.step:,}", *metric_texts(vars(last)), interval, change, regressed))
+    header = ("eval set", "text", "documents", "tokens", "step", *metric_titles())
+    intervals = ("95 %", "change since the start", "verdict")
+    measured = table_of((*header, *intervals), rows, right=range(2, len(header)))
     few = [name for name in points if name in about and documents_are_few(about[name])]
     return [
         measured,
         *([f"Few documents: {few_documents(few)}."] if few else []),
-        "Loss in nats per token. The intervals cover the choice of held-out text alone; the change is from the first "
-        "eval of the same windows, below 0 is better. Each document is preceded by the token that opens one"
+        "Loss in nats per token, `bpb` in bits per UTF-8 byte. The intervals cover the choice of held-out text alone; "
+        "the change is from the first eval of the same windows, below 0 is better. Each document is preceded by the "
+        "token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
         + f" and cut into disjoint windows of {_eval_seq_len(run):,} tokens; every token is scored once, in a "
         "conversation only those of the answers.",

@@ -12,7 +12,15 @@ from markupsafe import Markup, escape
 from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import new_offenders, share_moves, verdict
-from curriculum.record.wording import WITH_SCATTER, few_documents, loss, signed, smallest_rise
+from curriculum.record.wording import (
+    WITH_SCATTER,
+    few_documents,
+    loss,
+    metric_texts,
+    metric_titles,
+    signed,
+    smallest_rise,
+)
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
@@ -122,16 +130,14 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
                     tag("span", " regressed", class_="bad") if name in standing else "",
                     "" if e["still_measured"] else tag("small", " no longer measured"),
                 ),
+                *metric_texts(e),
                 loss(e["first"]),
                 f"{loss(e['best'])} at {e['best_step']:,}",
-                loss(e["loss"]),
-                loss(e["sem"]),
-                loss(e["bpb"]),
                 smallest_rise(e["detectable"]),
                 *(f"{of_set[key]:,}" if key in of_set else "" for key in counts),
             )
         )
-    header = ("set", "first", "best", "last", "± sem", "bpb", "detects a rise of", *counts)
+    header = ("set", *metric_titles(), "first", "best", "detects a rise of", *counts)
     if not rows:
         return Markup("")
     few = [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]
