@@ -20,7 +20,7 @@ from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import constant_tokens_per_step, describe_phases, num_due, resolve_schedule
 from curriculum.schema.adaptation import base_lineage, resolved_model
 from curriculum.schema.shapes import row_problems
-from curriculum.train.optimizer import MOMENTS, OptimConfig
+from curriculum.train.optimizer import OPTIMIZERS, OptimConfig
 from phases.batches import num_micro_steps
 from phases.caps import first_above
 from phases.schedule import Schedule
@@ -284,16 +284,16 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule, trained: int
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig, split: Mapping[str, int]) -> float | None:
     """The optimizer's moments per parameter: the mean over a device's parameters, some of which `split` does not cut.
 
-    None for an optimizer of one's own.
+    None for an optimizer whose state is not known.
     """
-    if optim.name != "muon":
-        return MOMENTS.get(optim.name)
-    if model.lora is not None:
-        return MOMENTS["muon"]  # the adapters are all matrices
+    rule = OPTIMIZERS.get(optim.name)
+    moments = rule and rule.moments
+    if optim.name != "muon" or model.lora is not None:  # adapters are all matrices
+        return moments
     muon_share = num_projections(model, **split) / num_parameters(model, **split)
     if optim.muon.allow_all_2d or (optim.muon.allow_tied_embed and model.tie_embeddings):
         muon_share = 1.0  # except vectors and a table of positions
-    return muon_share * MOMENTS["muon"] + (1 - muon_share) * MOMENTS[optim.muon.rest]
+    return muon_share * moments + (1 - muon_share) * OPTIMIZERS[optim.muon.rest].moments
 
 
 def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int | None]) -> dict[str, int]:

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from dataclasses import fields, replace
-from itertools import chain
 from pathlib import Path
 
 import compare_optimizers as tool
@@ -23,13 +22,12 @@ from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
 from curriculum.run import load_run
 from curriculum.train.optimizer import (
-    _READS,
-    MOMENTS,
     OPTIMIZERS,
     AdamConfig,
     LionConfig,
     MuonConfig,
     OptimConfig,
+    Rule,
     SophiaConfig,
     make_optimizer,
     matrices,
@@ -373,9 +371,21 @@ def test_each_learns_and_resumes_bit_for_bit(text, tmp_path, optim, other, told)
 
 def test_every_optimizer_and_every_key_is_in_its_tables():
     """Else plan would take it for one of the user's own, or a key would be accepted that nobody reads."""
-    assert OPTIMIZERS.keys() == MOMENTS.keys() == _READS.keys()
+    assert all(rule.moments is not None for rule in OPTIMIZERS.values())
     read_by_all = ["name", "weight_decay", "grad_clip"]
-    assert sorted([*read_by_all, *chain(*_READS.values())]) == sorted(f.name for f in fields(OptimConfig))
+    assert sorted([*read_by_all, *{key for rule in OPTIMIZERS.values() for key in rule.reads}]) == sorted(
+        f.name for f in fields(OptimConfig)
+    )
+
+
+def test_two_optimizers_may_read_one_key(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "mine", Rule(OPTIMIZERS["adamw"].make, reads=("b1", "eps")))
+    told = "applies to adamw and mine only, but the optimizer is lion; leave it out"
+    assert OptimConfig(name="lion", b1=0.5).problems() == [("b1", told)]
+    assert OptimConfig(name="mine", b1=0.5).problems() == []
+    assert [key for key, _ in OptimConfig(name="mine", b2=0.5, lion=LionConfig(b1=0.5)).problems()] == ["b2", "lion"]
+    monkeypatch.setitem(OPTIMIZERS, "mine", Rule(OPTIMIZERS["adamw"].make))  # which keys it reads is not known
+    assert OptimConfig(name="mine", b2=0.5, lion=LionConfig(b1=0.5)).problems() == []
 
 
 def test_settings_that_change_which_arrays_the_state_has_are_in_its_layout():
@@ -407,7 +417,7 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
         InputError, match=r"optim.name: no such optimizer; did you mean 'muon'\? \(optimizers: adamw, l"
     ):
         run_config(text, name="momuon")
-    monkeypatch.setitem(OPTIMIZERS, "momentum", momentum)
+    monkeypatch.setitem(OPTIMIZERS, "momentum", Rule(momentum))
     config = run_config(text, name="momentum", b1=0.5, lr=0.1)
     assert train(config, tmp_path / "run", store_dir=text.parent)["total_steps"] == 7
     losses = [row["loss"] for row in load_run(tmp_path / "run").metrics]
@@ -424,6 +434,18 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
     with pytest.raises(InputError, match=r"optim.name: no such optimizer"):
         train(load_run(tmp_path / "run").config, tmp_path / "other", store_dir=text.parent)
     assert not (tmp_path / "other").exists()
+
+
+def test_what_goes_on_with_an_optimizer_of_ones_own_is_a_call(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "plain", Rule(lambda config: optax.scale(-1.0)))
+    (tmp_path / "c.json").write_text(json.dumps(run_config(text, name="plain").to_json()))
+    train(load_config(tmp_path / "c.json"), tmp_path / "run", store_dir=text.parent)
+    told = (tmp_path / "run/train.log").read_text()
+    assert "resume='latest'" in told and "from Python, with more train.steps and 'plain' in OPTIMIZERS\n" in told
+    del OPTIMIZERS["plain"]
+    assert "make_model" not in told
+    with pytest.raises(InputError, match="optim.name: no such optimizer.* one of your own goes into OPTIMIZERS of"):
+        load_config(tmp_path / "run/config.yaml")
 
 
 @pytest.mark.parametrize(

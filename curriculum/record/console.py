@@ -368,16 +368,23 @@ def resume_command(
     longer: bool = False,
     *,
     own_model: bool = False,
+    own_optimizer: str | None = None,
 ) -> str:
-    """The command that goes on with a run; with `own_model`, which no command can build, the Python call."""
-    if own_model:
+    """The command that goes on with a run.
+
+    With a model or an optimizer (its name) of the user's own, which no command knows, the Python call.
+    """
+    if own_model or own_optimizer is not None:
         stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
         run = repr(str(run_dir))
         remembered = f"remembered=run_directory({run}).command_line(), continues={run}"
         config = f"load_config({str(config_file)!r}, {remembered})"
         resume = repr(int(step) if step.isdecimal() else step)
-        more = ", with more train.steps" if longer else ""
-        return f"train({config}, {run}, resume={resume}{stores}, make_model=...) from Python{more}"
+        model = ", make_model=..." if own_model else ""
+        more = ["more train.steps"] if longer else []
+        more += [f"{own_optimizer!r} in OPTIMIZERS"] if own_optimizer is not None else []
+        given = f", with {' and '.join(more)}" if more else ""
+        return f"train({config}, {run}, resume={resume}{stores}{model}) from Python{given}"
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
     stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
     more = " --set train.steps=MORE" if longer else ""

@@ -13,7 +13,7 @@ from curriculum.errors import FieldError, nearest, no_such, no_such_path
 from curriculum.model.presets import model_problems
 from curriculum.schema.sections import EvalSource
 from curriculum.schema.shapes import SHAPE_CHECKS, known_vocab_size, model_of
-from curriculum.train.optimizer import OPTIMIZERS
+from curriculum.train.optimizer import OPTIMIZERS, no_rule
 from evalsets.evalset import PRIMARY
 from evalsets.summary import RECORDED
 from phases.checks import EXPECTED_NAME, NAME, check_cap, check_phases
@@ -257,7 +257,7 @@ def _check_optim(v):
 
 def _check_optimizer(v):
     if v["optim"].name not in OPTIMIZERS:
-        yield "optim.name", no_such("optimizer", v["optim"].name, OPTIMIZERS)
+        yield "optim.name", no_rule(v["optim"].name)
 
 
 def _check_mesh(v):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from curriculum.errors import InputError, no_such
 from curriculum.train.kept import kept
@@ -99,6 +99,11 @@ class OptimConfig:
     sophia: SophiaConfig = field(default_factory=SophiaConfig)
     """Settings of sophia."""
 
+    @property
+    def users_own(self) -> str | None:
+        """Its name, if it is an optimizer that this module does not have."""
+        return None if OPTIMIZERS.get(self.name) in _OWN else self.name
+
     def problems(self) -> list[tuple[str, str]]:
         """Problems with the numbers, and keys that nothing would read, as (field, message) pairs."""
         problems = []
@@ -107,13 +112,14 @@ class OptimConfig:
             if number is not None and not fits(number):
                 problems.append((path, f"got {number}, expected {expected}"))
         chosen = [self.name, self.muon.rest] if self.name == "muon" else [self.name]
-        if self.name in _READS:
-            read = {key for name in chosen for key in _READS[name]}
-            for reader, keys in _READS.items():
-                for key in keys:
-                    if key not in read and getattr(self, key) != getattr(OptimConfig(), key):
-                        message = f"applies to {reader} only, but the optimizer is {' with '.join(chosen)}"
-                        problems.append((key, f"{message}; leave it out"))
+        read = [OPTIMIZERS[name].reads if name in OPTIMIZERS else None for name in chosen]
+        if None in read:  # it may read any key
+            return problems
+        for key in dict.fromkeys(key for rule in OPTIMIZERS.values() for key in rule.reads or ()):
+            if not any(key in keys for keys in read) and getattr(self, key) != getattr(OptimConfig(), key):
+                readers = [name for name, rule in OPTIMIZERS.items() if key in (rule.reads or ())]
+                message = f"applies to {' and '.join(readers)} only, but the optimizer is {' with '.join(chosen)}"
+                problems.append((key, f"{message}; leave it out"))
         return problems
 
 
@@ -131,8 +137,20 @@ _RANGES = {
     "muon.ns_steps": ("1 to 20", lambda number: 1 <= number <= 20),
     "sophia.every": ("1 to 1000000000", lambda number: 1 <= number <= 10**9),
 }
-# The keys of `optim` that only one optimizer reads; all optimizers read the others.
-_READS = {"adamw": ("b1", "b2", "eps", "adam"), "lion": ("lion",), "muon": ("muon",), "sophia": ("sophia",)}
+
+
+class Rule(NamedTuple):
+    """An optimizer that `optim.name` may name.
+
+    make: gives an optax chain for a learning rate of 1, so with `optax.scale(-1.0)` at its end; it may read any key of
+      `optim`. `mask=matrices` selects the arrays to decay.
+    moments: float32 numbers of its state per parameter, for the memory estimate; None: not known.
+    reads: the keys of `optim` that it reads and some other rule does not; None: not known.
+    """
+
+    make: Callable[[OptimConfig], optax.GradientTransformation]
+    moments: float | None = None
+    reads: tuple[str, ...] | None = None
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
@@ -150,28 +168,34 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
     import optax
 
     if config.name not in OPTIMIZERS:
-        raise InputError(f"optim.name: {no_such('optimizer', config.name, OPTIMIZERS)}")
+        raise InputError(f"optim.name: {no_rule(config.name)}")
     if not is_own(config):
-        return optax.with_extra_args_support(OPTIMIZERS[config.name](config))
+        return optax.with_extra_args_support(OPTIMIZERS[config.name].make(config))
     settings = {key.name: getattr(config, key.name) for key in fields(OptimConfig)}
     return _own_rule(OptimConfig(**settings), _rules(config))
 
 
+def no_rule(name: str) -> str:
+    """The message for a name that no rule has."""
+    of_ones_own = "one of your own goes into OPTIMIZERS of curriculum.train.optimizer, from Python"
+    return f"{no_such('optimizer', name, OPTIMIZERS)}; {of_ones_own}"
+
+
 def is_own(config: OptimConfig) -> bool:
     """Whether a config's optimizer is this module's, and depends on nothing but the config."""
-    return all(rule in (adamw, lion, muon, sophia) for rule in _rules(config))
+    return all(rule in _OWN for rule in _rules(config))
 
 
-def _rules(config: OptimConfig) -> tuple[Callable | None, ...]:
+def _rules(config: OptimConfig) -> tuple[Rule | None, ...]:
     return OPTIMIZERS.get(config.name), OPTIMIZERS.get(config.muon.rest)
 
 
 @kept
-def _own_rule(config: OptimConfig, rules: tuple[Callable, ...]) -> optax.GradientTransformationExtraArgs:
+def _own_rule(config: OptimConfig, rules: tuple[Rule, ...]) -> optax.GradientTransformationExtraArgs:
     """`rules`: those that the config names; the first is the whole one."""
     import optax
 
-    return optax.with_extra_args_support(rules[0](config))
+    return optax.with_extra_args_support(rules[0].make(config))
 
 
 def adamw(config: OptimConfig) -> optax.GradientTransformation:
@@ -217,7 +241,7 @@ def muon(config: OptimConfig) -> optax.GradientTransformation:
         optax.add_decayed_weights(config.weight_decay * own.weight_decay_mult),
         optax.scale(-own.lr_scale),
     )
-    rest = OPTIMIZERS[own.rest](config)
+    rest = OPTIMIZERS[own.rest].make(config)
     return optax.partition({"muon": projections, "rest": rest}, lambda params: muon_partition(params, own))
 
 
@@ -235,20 +259,15 @@ def sophia(config: OptimConfig) -> optax.GradientTransformation:
     )
 
 
-# To add an optimizer, write a function of OptimConfig that returns an optax chain for a learning rate of 1, so with
-# optax.scale(-1.0) at its end, and add a line here: `optim.name` then accepts its name. It may read any key of `optim`;
-# `mask=matrices` selects the arrays to decay. To only try one: OPTIMIZERS["mine"] = mine. To keep one, add it also to
-# MOMENTS, for the memory estimate of `plan`, and to _READS, with the keys that only it reads.
-OPTIMIZERS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
-    "adamw": adamw,
-    "lion": lion,
-    "muon": muon,
-    "sophia": sophia,
+# To add an optimizer, write a function of OptimConfig and add a line here. To only try one, from Python:
+# OPTIMIZERS["mine"] = Rule(mine).
+OPTIMIZERS = {
+    "adamw": Rule(adamw, moments=2, reads=("b1", "b2", "eps", "adam")),
+    "lion": Rule(lion, moments=1, reads=("lion",)),
+    "muon": Rule(muon, moments=1, reads=("muon",)),
+    "sophia": Rule(sophia, moments=2, reads=("sophia",)),
 }
-
-
-# Float32 numbers of optimizer state per parameter, for the memory estimate.
-MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sophia": 2}
+_OWN = tuple(OPTIMIZERS.values())
 
 
 def matrices(params: Any) -> Any:

@@ -211,8 +211,8 @@ def record_as_of(
     origin = setup.config.origin
     go_on = None
     if origin.text is not None:
-        own_model = setup.config.model is None
-        go_on = partial(resume_command, origin.file, directory.path, setup.store_dir, own_model=own_model)
+        given = {"own_model": setup.config.model is None, "own_optimizer": setup.config.optim.users_own}
+        go_on = partial(resume_command, origin.file, directory.path, setup.store_dir, **given)
     views = [
         Console(directory.path, go_on, device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),
