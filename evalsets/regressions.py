@@ -2,7 +2,7 @@
 
 A verdict compares the same windows under two checkpoints. Two things make the means of two equally good checkpoints
 differ: which documents the set happens to hold (the item error) and where on its noisy path training was halted
-(the jitter, seen in the scatter of the set's own evals about a line).
+(the jitter, seen in the scatter of the set's own evals).
 
 Pure numpy. Shapes: N windows, B baselines in the order of `BASELINES`, H evals of the history. Every function but
 `transfer` takes leading axes (`...`: runs or sets with the same windows) and gives each what it would get alone, bit
@@ -26,6 +26,7 @@ NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
 _UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in item errors
+_CHANCE = 1e-4  # tail of the bound by which two measures of the jitter are compared
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
 
@@ -58,10 +59,10 @@ class Comparison(NamedTuple):
     Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_B`, the standard error of that rise,
     and its parts `sem_item_B` and `jitter_B`; `t_B`, NaN if it cannot be computed; `low_B` and `high_B`, the 95 %
     interval of delta; the state before and after; the step at which the standing alarm was raised, or -1.
-    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is not measured but taken as
-    twice the item error); `df`, and `critical`, which t must exceed for an alarm; `detectable`, see `observe`;
-    `too_small`, whether the item error alone makes the detectable rise more than twice the tolerance; `unlearned`, see
-    `observe`; `spent`, how much of the run's false-alarm probability this eval used.
+    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is taken as twice the item
+    error, or as what was measured if that is more); `df`, and `critical`, which t must exceed for an alarm;
+    `detectable`, see `observe`; `too_small`, whether the item error alone makes the detectable rise more than twice the
+    tolerance; `unlearned`, see `observe`; `spent`, how much of the run's false-alarm probability this eval used.
     For all: `clusters` ('documents' or 'blocks') and their number; `no_verdict`, why no verdict is possible, or None.
     """
 
@@ -127,11 +128,11 @@ def observe(
     """Compare an eval with the baselines, then remember it. `phase_index` is as in `begin`.
 
     SE^2 = SE_item^2 + 2 jitter^2, and t = (delta - tolerance) / SE is compared with Student's quantile at `level`, the
-    false-alarm probability of one comparison, with min(nu, clusters - 1) degrees of freedom (10 for nu if the jitter is
-    not measured). A set regresses if t exceeds the quantile or its loss is not finite. It stays regressed until t is
-    below 1 by each of three errors: the present one, that of the alarm, and that of unmeasured jitter. A large rise
-    inflates the scatter too, and more noise is no recovery. If only the baseline is not finite, no alarm is raised and
-    a standing one ends. At a level of 0 or less a set regresses only if its loss is not finite.
+    false-alarm probability of one comparison, with min(nu, clusters - 1) degrees of freedom (10 for nu below 3). A set
+    regresses if t exceeds the quantile or its loss is not finite. It stays regressed until t is below 1 by each of
+    three errors: the present one, that of the alarm, and that of unmeasured jitter. A large rise inflates the scatter
+    too, and more noise is no recovery. If only the baseline is not finite, no alarm is raised and a standing one ends.
+    At a level of 0 or less a set regresses only if its loss is not finite.
 
     `untaught`: the eval at step 0 was of random parameters, and nothing like the set's text was trained on since. If
     the set has never been below that eval either, it is `unlearned`: there is nothing that could be lost, and it
@@ -223,9 +224,52 @@ def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
 def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
     """(jitter, nu), [...] each: the scatter of the mean losses of neighbouring checkpoints, and its degrees of freedom.
 
-    In each phase a straight line against step is fitted to the evals of the history: jitter^2 = RSS / nu, both summed
-    over the phases, with nu = evals - 2 for each. The eval before the first update is in no phase. Phases with fewer
-    than 3 finite losses are left out; if all are, jitter is NaN. Curvature (a steep start) counts as scatter too.
+    It is measured in two ways, within each phase (the eval before the first update is in none), and the one is taken
+    by which chance explains less: whose 99.99 % bound is lower. About straight lines a falling loss scatters by its
+    curvature, about neighbours hardly; but those leave half as many degrees of freedom. Below 3 of these nothing but
+    neighbours is considered. NaN if no phase has 3 finite losses in a row.
+    """
+    jitter, nu = _about_neighbours(watched)
+    of_lines, nu_of_lines = _about_lines(watched)
+    with np.errstate(invalid="ignore"):
+        bound = jitter * student_quantile(_CHANCE, np.maximum(nu, 1))
+        bound_of_lines = of_lines * student_quantile(_CHANCE, np.maximum(nu_of_lines, 1))
+    lines = (nu >= MIN_NU) & (bound_of_lines < bound)
+    return np.where(lines, of_lines, jitter), np.where(lines, nu_of_lines, nu)
+
+
+def _about_neighbours(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+    """(jitter, nu) of each eval about the line between the evals before and after it, all three of one phase.
+
+    jitter^2 is the mean of e^2, where e is the distance from that line divided by its standard deviation for a jitter
+    of 1 (Gasser, Sroka and Jennen-Steinmetz, Biometrika 73, 1986). Neighbouring e have evals in common: with A the
+    quadratic form of their sum of squares, nu = (trace A)^2 / trace A^2 (Satterthwaite, Biometrics Bulletin 2, 1946),
+    about half as many as evals.
+    """
+    steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
+    steps_H = steps_H.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        before_M = (steps_H[2:] - steps_H[1:-1]) / (steps_H[2:] - steps_H[:-2])  # weight of the eval before
+        after_M = 1 - before_M
+        scale_M = np.sqrt(1 + before_M**2 + after_M**2)
+        line_XM = before_M * losses_XH[..., :-2] + after_M * losses_XH[..., 2:]
+        e_XM = (losses_XH[..., 1:-1] - line_XM) / scale_M
+        within_M = (phases_H[:-2] == phases_H[1:-1]) & (phases_H[1:-1] == phases_H[2:])
+        used_XM = within_M & np.isfinite(e_XM)  # empty places of the history are NaN
+        next_M = (before_M[1:] + after_M[:-1]) / (scale_M[1:] * scale_M[:-1])  # correlation of e with the next one
+        second_M = after_M[:-2] * before_M[2:] / (scale_M[:-2] * scale_M[2:])  # and with the one after that
+        num = np.count_nonzero(used_XM, axis=-1)
+        trace = num + 2 * np.sum(np.where(used_XM[..., 1:] & used_XM[..., :-1], next_M**2, 0.0), axis=-1)
+        trace += 2 * np.sum(np.where(used_XM[..., 2:] & used_XM[..., :-2], second_M**2, 0.0), axis=-1)
+        jitter = np.sqrt(np.sum(np.where(used_XM, e_XM * e_XM, 0.0), axis=-1) / num)
+        return jitter, np.where(num > 0, num * num / trace, 0.0)
+
+
+def _about_lines(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+    """(jitter, nu) about a straight line against step in each phase: jitter^2 = RSS / nu.
+
+    Both are summed over the phases, with nu = evals - 2 for each. Phases with fewer than 3 finite losses are left out;
+    if all are, jitter is NaN.
     """
     steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
     rss, nu = np.zeros(losses_XH.shape[:-1]), np.zeros(losses_XH.shape[:-1], np.int64)
@@ -326,7 +370,7 @@ def _errors(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(jitter, standard error, degrees of freedom) of a difference between two checkpoints, both of which jitter."""
     few = nu < MIN_NU
-    jitter = np.where(few, _UNMEASURED * sem_item, jitter)
+    jitter = np.where(few, np.fmax(_UNMEASURED * sem_item, jitter), jitter)
     sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
     return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)
 

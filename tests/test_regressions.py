@@ -47,14 +47,32 @@ def slow_difference(now_N, before_N, tokens_N, document_N):
 
 
 def slow_jitter(evals):
-    """(RSS / nu, nu) from (step, phase, loss) triples, by numpy's polynomial fit; that of step 0 is of no phase."""
+    """(jitter, nu) from (step, phase, loss) triples; that of step 0 is of no phase.
+
+    About lines by numpy's polynomial fit; about neighbours with the whole matrix of the quadratic form.
+    """
     rss = nu = 0
     for phase in {p for _, p, _ in evals} - {-1}:
         steps, losses = zip(*[(s, y) for s, p, y in evals if p == phase and math.isfinite(y)], strict=True)
         if len(steps) >= 3:
             rss += math.fsum((np.polyval(np.polyfit(steps, losses, 1), steps) - losses) ** 2)
             nu += len(steps) - 2
-    return (rss / nu if nu else math.nan), nu
+    rows = []
+    for i in range(1, len(evals) - 1):
+        (s0, p0, y0), (s1, p1, y1), (s2, p2, y2) = evals[i - 1 : i + 2]
+        if p0 == p1 == p2 != -1 and math.isfinite(y0 + y1 + y2):
+            row = np.zeros(len(evals))
+            row[i - 1 : i + 2] = -np.interp(s1, [s0, s2], [1, 0]), 1, -np.interp(s1, [s0, s2], [0, 1])
+            rows.append(row / np.linalg.norm(row))
+    if not rows:
+        return math.nan, 0
+    form = np.array(rows).T @ np.array(rows)
+    losses = np.array([y if math.isfinite(y) else 0 for _, _, y in evals])
+    near = math.sqrt(losses @ form @ losses / len(rows)), np.trace(form) ** 2 / np.trace(form @ form)
+    if near[1] < 3:
+        return near
+    line = math.sqrt(rss / nu), nu
+    return min(line, near, key=lambda measured: measured[0] * float(student_quantile(1e-4, measured[1])))
 
 
 def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
@@ -72,17 +90,18 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
             watched = begin(step, -1, nats[k], tokens_N)
         else:
             best = min(range(k), key=lambda i: evals[i][2])
-            mean_square, nu = slow_jitter(evals[-24:])
+            measured, nu = slow_jitter(evals[-24:])
             nus.add(nu)
             watched, seen = observe(
                 watched, step, phase, nats[k], tokens_N, document_N, tolerance=tolerance, level=LEVEL
             )
             df = min(nu if nu >= 3 else 10, 24)
-            assert (seen.nu, seen.df, seen.num_clusters, seen.clusters) == (nu, df, 25, "documents")
+            assert (seen.num_clusters, seen.clusters) == (25, "documents")
+            assert (seen.nu, seen.df) == pytest.approx((nu, df), rel=1e-12)
             assert seen.loss == pytest.approx(loss, rel=1e-12)
             for b, k_before in enumerate((0, phase_start, best)):
                 delta, item, _ = slow_difference(nats[k], nats[k_before], tokens_N, document_N)
-                jitter = math.sqrt(mean_square) if nu >= 3 else 2 * item
+                jitter = measured if nu >= 3 else np.fmax(2 * item, measured)
                 sem = math.sqrt(item**2 + 2 * jitter**2)
                 half = float(student_quantile(0.025, df)) * sem
                 assert seen.baseline_steps_B[b] == evals[k_before][0]
@@ -97,18 +116,33 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
         evals.append((step, phase if k else -1, loss))
         if k in boundaries:
             watched, phase, phase_start = begin_phase(watched, step, nats[k]), boundaries[k], k
-    assert {0, 1, 2, 3, 20} <= nus and max(nus) == 22
+    of_neighbours = {nu for nu in nus if nu % 1}
+    assert {0, 1} <= nus and max(of_neighbours) > 11 and max(nus - of_neighbours) > 15  # either is the better at times
 
 
 def test_the_steep_way_from_an_untrained_model_to_the_first_eval_is_no_scatter():
-    # 4, 3.9, 3.8, 3.76 have the mean 3.865 and the slope -0.082; what the line 3.988, 3.906, 3.824, 3.742 leaves is
-    # 0.012, -0.006, -0.024, 0.018, with squares of 0.00108 on 2 degrees of freedom.
+    # Of 4, 3.9, 3.8, 3.76 the two in the middle are 0 and -0.03 from the line between their neighbours, a distance with
+    # a variance of 1.5: (0 + 0.0009 / 1.5) / 2 is 0.0003. The two have a correlation of -2/3: nu is 4 / (2 + 8/9).
     tokens_N, document_N = regular()
     watched = begin(0, -1, tokens_N * 11.0, tokens_N)
     for k, loss in enumerate([4.0, 3.9, 3.8, 3.76], 1):
         watched, _ = observe(watched, k, 0, tokens_N * loss, tokens_N, document_N, tolerance=0.0, level=LEVEL)
     jitter, nu = checkpoint_jitter(watched)
-    assert nu == 2 and jitter == pytest.approx(math.sqrt(0.00108 / 2), rel=1e-9)
+    assert (nu, jitter) == pytest.approx((18 / 13, math.sqrt(0.0003)), rel=1e-9)
+
+
+@pytest.mark.parametrize("fall", [lambda k: 3 * 0.9**k, lambda k: 2 / (1 + k / 5)])
+def test_the_curvature_of_a_falling_loss_is_hardly_scatter(fall):
+    tokens_N, document_N = regular()
+    rng, watched = np.random.default_rng(3), begin(0, -1, tokens_N * 11.0, tokens_N)
+    for k in range(1, 25):
+        nats_N = tokens_N * (3 + fall(k) + rng.normal(0, 0.01))
+        watched, seen = observe(watched, k, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=LEVEL)
+    _, line = np.polyfit(np.arange(1, 25), watched.history_losses_H, 1, full=True)[:2]
+    assert math.sqrt(line[0] / 22) > 0.08  # what a line leaves
+    assert 0.005 < checkpoint_jitter(watched)[0] < 0.03 and seen.detectable < 0.3
+    _, jumped = observe(watched, 25, 0, tokens_N * (3.4 + fall(24)), tokens_N, document_N, tolerance=0.01, level=LEVEL)
+    assert jumped.states_B[BEST] == REGRESSED
 
 
 def test_three_documents_by_hand():
@@ -394,9 +428,8 @@ def test_a_loss_that_is_not_finite_takes_no_part_in_the_jitter(loss):
     watched = begin(0, 0, tokens_N * losses[0], tokens_N)
     for k, one in enumerate(losses[1:], 1):
         watched, _ = observe(watched, k, 0, tokens_N * one, tokens_N, document_N, tolerance=0.0, level=LEVEL)
-    jitter, nu = checkpoint_jitter(watched)
-    mean_square, expected_nu = slow_jitter([(k, 0, one) for k, one in enumerate(losses)])
-    assert nu == expected_nu == 3 and jitter == pytest.approx(math.sqrt(mean_square), rel=1e-9)
+    expected = slow_jitter([(k, 0, one) for k, one in enumerate(losses)])
+    assert checkpoint_jitter(watched) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.filterwarnings("error")
@@ -591,18 +624,18 @@ def test_transfer_by_hand():
 
 def test_transfer_counts_the_scatter_of_the_checkpoints():
     tokens_N, document_N = regular()
-    losses = [3.0, 2.9, 2.75, 2.6, 2.52, 2.4, 2.6]
+    losses = [3.2, 3.1, 3.0, 2.9, 2.75, 2.6, 2.52, 2.4, 2.6]
     evals = [alternating(loss, 0.01 * k, tokens_N) for k, loss in enumerate(losses)]
     watched = begin(0, 0, evals[0], tokens_N)
-    for k in range(1, 7):
+    for k in range(1, 9):
         watched, _ = observe(watched, k, 0, evals[k], tokens_N, document_N, tolerance=0.0, level=LEVEL)
-    got = transfer(watched, [evals[5], evals[6]], tokens_N, document_N)
-    mean_square, nu = slow_jitter([(k, 0, loss) for k, loss in enumerate(losses)])  # the last eval too
-    assert nu == 5
-    half = 2.570581835636314 * math.sqrt(0.01**2 / 37 + 2 * mean_square)
+    got = transfer(watched, [evals[7], evals[8]], tokens_N, document_N)
+    jitter, nu = slow_jitter([(k, 0, loss) for k, loss in enumerate(losses)])  # the last eval too
+    assert nu == 7  # about a line: 95 % of Student's T with 7 degrees of freedom is within 2.3646
+    half = 2.364624251592785 * math.sqrt(0.01**2 / 37 + 2 * jitter**2)
     assert got.forgetting == pytest.approx((0.2, 0.2 - half, 0.2 + half), rel=1e-9)
     # The last is the best: nothing lies between a checkpoint and itself.
-    assert transfer(watched, [evals[6], evals[5]], tokens_N, document_N).forgetting == (0.0, 0.0, 0.0)
+    assert transfer(watched, [evals[8], evals[7]], tokens_N, document_N).forgetting == (0.0, 0.0, 0.0)
 
 
 def test_transfer_without_a_loss_or_without_a_doubt():
@@ -661,21 +694,21 @@ BLOCK = 100  # runs at a time: what fits a cache
 class Simulation:
     """Runs of sets whose true loss stays what it is, with leading axes `lead`, measured at step 0 and NUM_EVALS times.
 
-    A checkpoint's mean moves by an AR(1) of standard deviation JITTER; each document adds noise of its own, which gives
+    Or it falls by `fall` of the number of evals so far. A checkpoint's mean moves by an AR(1) of standard deviation JITTER; each document adds noise of its own, which gives
     the difference of two evals a standard error of ITEM_ERROR.
     """
 
-    def __init__(self, rng, lead, rho, tolerance):
-        self.rng, self.lead, self.rho, self.tolerance = rng, lead, rho, tolerance
+    def __init__(self, rng, lead, rho, tolerance, fall=lambda k: 0.0, item_error=ITEM_ERROR):
+        self.rng, self.lead, self.rho, self.tolerance, self.fall = rng, lead, rho, tolerance, fall
+        self.per_document = item_error * math.sqrt(NUM_DOCUMENTS / 2)
         self.tokens_N, self.document_N = regular(NUM_DOCUMENTS, 512)
         self.jitter, self.rise, self.k, self.phase = rng.normal(0, JITTER, lead), np.zeros(lead), 0, 0
         self.watched = begin(0, -1, self.nats(), self.tokens_N)
         self.level = error_level(0.95, 0.0, NUM_SETS * NUM_EVALS * 3, NUM_SETS * NUM_EVALS * 3)
 
     def nats(self):
-        per_document = ITEM_ERROR * math.sqrt(NUM_DOCUMENTS / 2)
-        own = self.rng.normal(0, per_document, (*self.lead, NUM_DOCUMENTS))
-        return self.tokens_N * ((3 + self.jitter + self.rise)[..., None] + own)
+        own = self.rng.normal(0, self.per_document, (*self.lead, NUM_DOCUMENTS))
+        return self.tokens_N * ((3 + self.jitter + self.rise - self.fall(self.k))[..., None] + own)
 
     def eval(self):
         self.k += 1
@@ -696,6 +729,30 @@ class Simulation:
             self.watched = begin_phase(self.watched, 100 * self.k, nats)
             self.phase += 1
         return seen
+
+
+def alarmed_share(rng, num_runs, *settings, **more):
+    alarmed = 0
+    for _ in range(num_runs // BLOCK):
+        simulation, any_alarm = Simulation(rng, (BLOCK, NUM_SETS), *settings, **more), np.zeros(BLOCK, bool)
+        for _ in range(NUM_EVALS):
+            any_alarm |= np.any(simulation.eval().states_B == REGRESSED, axis=(1, 2))
+        alarmed += int(np.count_nonzero(any_alarm))
+    print(f"{settings} {more}: any alarm in {alarmed} of {num_runs} runs")
+    return alarmed / num_runs
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
+def test_runs_in_which_all_get_better_at_first(rho):
+    rng = np.random.default_rng([8, int(10 * rho)])
+    assert alarmed_share(rng, 500, rho, 0.0, fall=lambda k: 2.5 * (1 - 0.9**k)) <= 0.05
+
+
+@pytest.mark.parametrize(("tolerance", "at_most"), [(0.01, 0.35), (0.02, 0.07), (0.03, 0.02)])
+def test_sets_so_large_that_their_scatter_is_not_known_at_first(tolerance, at_most):
+    """What docs/evals.md says of them: a document error of 0.001 beside a scatter of 0.009."""
+    rng = np.random.default_rng([9, int(100 * tolerance)])
+    assert 0.001 < alarmed_share(rng, 1000, 0.0, tolerance, item_error=0.001) <= at_most
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.5])
@@ -720,12 +777,15 @@ def test_runs_in_which_nothing_gets_worse(rho, tolerance):
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 @pytest.mark.parametrize("tolerance", [0.0, 0.01])
 @pytest.mark.parametrize("boundary", PHASE_ENDS)
-def test_a_rise_of_what_is_said_to_be_detectable_is_found(rho, tolerance, boundary):
+@pytest.mark.parametrize("fall", [lambda k: 0.0, lambda k: 2 * (1 - 0.9**k)], ids=["level", "falling"])
+def test_a_rise_of_what_is_said_to_be_detectable_is_found(rho, tolerance, boundary, fall):
     num_runs = 500
-    simulation = Simulation(np.random.default_rng(7), (num_runs,), rho, tolerance)
+    simulation = Simulation(np.random.default_rng(7), (num_runs,), rho, tolerance, fall)
     for _ in range(boundary):
         stated = simulation.eval().detectable
-    assert 0.05 < np.median(stated) < 0.2  # nats; nothing to find in a rise of no size or of any
+    fallen = fall(simulation.k)
+    simulation.fall = lambda k: fallen  # no further
+    assert 0.05 < np.median(stated) < 0.25  # nats; nothing to find in a rise of no size or of any
     stands = simulation.watched.states_B == REGRESSED
     simulation.rise = stated
     found_RB = [(simulation.eval().states_B == REGRESSED) & ~stands for _ in range(2)]

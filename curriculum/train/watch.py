@@ -338,7 +338,7 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
         "sem": float(comparison.sem_B[b]),
         "interval": [float(comparison.low_B[b]), float(comparison.high_B[b])],
         "t": float(comparison.t_B[b]),
-        "df": int(comparison.df),
+        "df": round(float(comparison.df), 1),
         "tolerance": tolerance(setup.config, name),
         "first_step": int(comparison.first_steps_B[b]),
         "mixture_change": {
