@@ -291,6 +291,11 @@ VERDICTS = [
         "still worse: web (since step 450)",
     ),
     (
+        stamped("eval_regression", 500, offenders=[OFFENDERS[2] | {"rate_rise": [2e-3, 0.015]}], action=None),
+        "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9, learning rate 0.002 → 0.015)",
+    ),
+    (
         stamped("eval_regression", 500, offenders=OFFENDERS[2:3], action="kept as kept/500"),
         "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
         "(since step 400: web 0.8 → 0.1, law 0 → 0.9) | kept as kept/500",

@@ -236,6 +236,34 @@ def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
     assert alarm["step"] == 3 and changes[0] == (0, {"web": [0.5, 1.0], "law": [0.5, 0.0]})
 
 
+def test_an_alarm_names_a_learning_rate_that_was_raised(tmp_path, monkeypatch):
+    measured, evals = Suite.run, []
+
+    def worse_at_the_end(self, params, names=None):
+        evals.append(names)
+        scale = 3 if len(evals) > 4 else 1
+        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
+
+    monkeypatch.setattr(Suite, "run", worse_at_the_end)
+    tiny_train(
+        write_corpus(tmp_path),
+        tmp_path / "run",
+        phases=[
+            {"name": "a", "until": 3, "mixture": {"web": 1.0}, "lr": {"peak": 1e-3}},
+            {"name": "b", "until": "end", "mixture": {"web": 1.0}, "lr": {"peak": 4e-3}},
+        ],
+        evalsets={"every": 1, "primary": {"held_out_of": "web"}},
+        train={"steps": 5, "batch_size": 4, "seq_len": 32},
+        optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 2, "allow_jump": True},
+    )
+    run = load_run(tmp_path / "run")
+    (alarm, *_) = [e for e in run.events if e["event"] == "eval_regression"]
+    rates = {o["baseline"]: (o["baseline_step"], o["rate_rise"]) for o in alarm["offenders"]}
+    assert alarm["step"] == 4
+    assert rates == {"start": (0, None), "phase_start": (3, [1e-3, 4e-3]), "best": (3, [1e-3, 4e-3])}
+    assert "(since step 3: learning rate 0.001 → 0.004)" in (tmp_path / "run/train.log").read_text()
+
+
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path, monkeypatch):
     sections = {
         "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],

@@ -162,7 +162,7 @@ def shape_text(key: str, value: Any) -> str:
 
 
 def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) -> str:
-    """Each set that an event names, its change against each baseline, and the change of mixture since the newest one.
+    """Each set that an event names, its change against each baseline, and what changed since the newest one.
 
     Sets with the same text are named together. Of many sets, those that rose most are named. `tolerances` adds the
     tolerance of each set.
@@ -183,13 +183,21 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
         changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
         line = f"{loss(pairs[0]['loss'])}: {', '.join(changes)}"
         newest = by_step[max(names)]
-        if moved := share_moves(newest["mixture_change"]):
+        if moved := what_changed(newest):
             line += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
         if tolerances:
             line += f", tolerance {pairs[0]['tolerance']:g}"
         lines.setdefault(line, []).append(name)
     told = [f"{listed(named)} {line}" for line, named in lines.items()]
     return "; ".join([*told, f"and {more} more"] if more > 0 else told)
+
+
+def what_changed(pair: Mapping[str, Any]) -> list[str]:
+    """What changed in training since the baseline of an offender: shares of the mixture, and a learning rate raised."""
+    moves = share_moves(pair["mixture_change"])
+    if raised := pair.get("rate_rise"):  # older runs do not say it
+        moves.append(f"learning rate {raised[0]:.3g} → {raised[1]:.3g}")
+    return moves
 
 
 def rise(pair: dict[str, Any]) -> float:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # a field of Watched that is saved as an array, the rest as JSON
+_RAISED = 1.1  # a learning rate this many times as high may be why a set got worse
 _NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
 _ABOVE_UNTRAINED = "(above the untrained model) "  # and a set's name
 
@@ -327,6 +328,10 @@ def _interval(change: Change) -> list[float] | None:
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
     then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
+    rate, highest = (
+        setup.course.rate_at(baseline_step),
+        float(np.max(setup.course.rates[baseline_step:step], initial=0)),
+    )
     return {
         "set": record_name(name),
         "step": step,  # of the measurement: later evals repeat a standing alarm, and may not measure its set
@@ -346,4 +351,6 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
             for source in dict.fromkeys([*setup.config.sources, *then, *now])  # some may be gone from the config
             if then.get(source, 0.0) != now.get(source, 0.0)
         },
+        # A fall is no reason, and neither is a rise from the first update's rate: that is the warmup of every run.
+        "rate_rise": [rate, highest] if baseline_step and highest > _RAISED * rate else None,
     }

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
-from curriculum.record.sentences import new_offenders, share_moves, verdict
+from curriculum.record.sentences import new_offenders, verdict, what_changed
 from curriculum.record.wording import (
     WITH_SCATTER,
     few_documents,
@@ -167,7 +167,7 @@ def log(run: Run) -> Markup:
                 case "eval_regression":
                     what = tag("span", "▲ regression", class_="bad")
                     new, still = new_offenders(event)
-                    lines = [offender_in(event, o) + _mixture_change(o) for o in by_eval(new)] + still
+                    lines = [offender_in(event, o) + _since_then(o) for o in by_eval(new)] + still
                     lines += [f"action: {event['action']}"] if event["action"] else []
                 case "eval_recovered":
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
@@ -210,9 +210,9 @@ def _after_colon(event: Mapping[str, Any]) -> str:
     return verdict(event).partition(": ")[2]
 
 
-def _mixture_change(o: Mapping[str, Any]) -> str:
-    moves = share_moves(o["mixture_change"])
-    return f"; mixture since: {', '.join(moves)}" if moves else ""
+def _since_then(o: Mapping[str, Any]) -> str:
+    moves = what_changed(o)
+    return f"; since then: {', '.join(moves)}" if moves else ""
 
 
 def _broken(lines: Iterable[str]) -> Iterable[Markup]:
