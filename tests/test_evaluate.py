@@ -374,6 +374,7 @@ def test_the_command(folder, monkeypatch, capsys):
     monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", 0.0)
     assert re.match(r"measuring step 4: \d+ of \d+ windows \(\d+%\), ", command()[2])
     monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", math.inf)
+    assert command("--step", "2", "--sets", "val", "--sets", "law") == command("--step", "2", "--sets", "val, law")
     code, shown, errors = command("--step", "2", "--sets", "val, law")
     assert code == 0 and errors == ""
     title, head, *rows = shown.splitlines()
@@ -398,7 +399,7 @@ def test_the_command(folder, monkeypatch, capsys):
     arguments = ["--eval-dataset-dir", "new=new.jsonl", "--sets", "new", "--json"]
     code, shown, _ = command(*arguments, "--set", "evalsets.sets.new.max_sequences=9")
     assert code == 0 and 0 < json.loads(shown)["sets"]["new"]["windows"] <= 9
-    assert not any("max_sequences" in warning for warning in json.loads(shown)["warnings"])
+    assert not any("more than its max_sequences" in warning for warning in json.loads(shown)["warnings"])
     code, shown, _ = command(*arguments, "--set", "evalsets.sets.new.max_sequences=1")
     windows = json.loads(shown)["sets"]["new"]["windows"]
     told = f"evalsets.sets.new has {windows} windows, more than its max_sequences of 1: its first document alone"

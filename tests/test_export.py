@@ -360,10 +360,10 @@ def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, 
         monkeypatch.setattr(sys, "argv", ["curriculum", "export", "run", "--format", "hf", "-o", "out", *options])
         with pytest.raises(SystemExit):
             run_command()
-        return capsys.readouterr().out.splitlines()[1:]
+        return capsys.readouterr().err.splitlines()
 
     monkeypatch.setattr("curriculum.export.export", lambda *_, step, **__: 0)
-    hint = "  note: the gold checkpoint is step 0, what the run began with; --step latest exports the last one"
+    hint = "note: the gold checkpoint is step 0, what the run began with; --step latest takes the last"
     assert told() == [hint] and told("--step", "0") == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_first_gold
 
 
 @click.command()
@@ -21,7 +21,12 @@ from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json
     multiple=True,
     help="Set another field of a new set, as in evalsets.sets.NAME.format=messages; repeatable.",
 )
-@click.option("--sets", metavar="NAME,...", help="The run's sets to measure beside new ones; all by default.")
+@click.option(
+    "--sets",
+    metavar="NAME,...",
+    multiple=True,
+    help="The run's sets to measure beside new ones, all by default; repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 @STORE_DIR
 def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, store_dir):
@@ -35,9 +40,10 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
         weights=weights,
         eval_dataset_dirs=named_directories("--eval-dataset-dir", eval_dataset_dirs),
         overrides=overrides,
-        sets=None if sets is None else [name.strip() for name in sets.split(",") if name.strip()],
+        sets=[name.strip() for name in ",".join(sets).split(",") if name.strip()] if sets else None,
         store_dir=store_dir,
     )
+    tell_first_gold(measured.step, step)
     for warning in measured.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
