@@ -102,8 +102,8 @@ class Suite:
         """Measure the named sets (default: all), in that order; an empty `names` gives an empty result without work.
 
         Unless `one_at_a_time`, all micro-batches are dispatched before a single wait for the results at the end. With
-        `progress`, each micro-batch is waited for, and `progress` is then called with the rows done and all rows,
-        padding included. Micro-batches are looped over in Python: `lax.map` would compile their number into the
+        `progress`, each micro-batch is waited for, and `progress` is then called with the windows done and all
+        windows. Micro-batches are looped over in Python: `lax.map` would compile their number into the
         function, so that each set would need a compilation of its own, or as much padding as the largest set.
 
         Raises ValueError for a name that is not in the suite.
@@ -112,8 +112,11 @@ class Suite:
         for name in names:
             if name not in self.evalsets:
                 raise ValueError(f"no eval set '{name}' in the suite (sets: {', '.join(self.evalsets)})")
-        contents = dict.fromkeys(self.evalsets[name].content_hash for name in names)
-        num_rows = [len(tokens_BT1) for content in contents for tokens_BT1, _ in self._micro_batches[content]]
+        contents = {self.evalsets[name].content_hash: self.evalsets[name].num_windows for name in names}
+        num_rows = []  # of each micro-batch, without those that only fill up the last of a set
+        for content, num_windows in contents.items():
+            size = len(self._micro_batches[content][0][0])
+            num_rows += [min(size, num_windows - start) for start in range(0, num_windows, size)]
         rows_done = itertools.accumulate(num_rows)
 
         def measured(arrays: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
