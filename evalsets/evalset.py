@@ -26,6 +26,7 @@ class EvalSet:
     content_hash: hexadecimal hash of the documents' tokens in order, T, the id that opens documents and, unless all
       tokens are scored, which of them are. Two sets can be compared window by window if and only if their hashes are
       equal; their names play no part.
+    num_left_out: documents among those given that `max_sequences` has left out.
     """
 
     name: str
@@ -36,6 +37,7 @@ class EvalSet:
     document_N: np.ndarray
     origin_N: np.ndarray
     content_hash: str
+    num_left_out: int = 0
 
     @property
     def seq_len(self) -> int:
@@ -121,6 +123,7 @@ def cut_windows(
     # Windows with a scored token; a document that has none is skipped.
     windows = np.array([num_scored_windows(scored_t, seq_len) for scored_t in scored], np.int64)
     chosen_D = np.flatnonzero(windows)
+    num_documents = len(chosen_D)
     if not chosen_D.size:
         raise ValueError(
             f"{where}: no tokens to score in {len(documents)} documents, expected at least one; "
@@ -166,7 +169,17 @@ def cut_windows(
 
     for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N):
         array.flags.writeable = False
-    return EvalSet(name, tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N, content.hexdigest())
+    return EvalSet(
+        name,
+        tokens_NT1,
+        scored_NT,
+        num_tokens_N,
+        num_bytes_N,
+        document_N,
+        origin_N,
+        content.hexdigest(),
+        num_left_out=num_documents - len(length_D),
+    )
 
 
 def num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:

@@ -251,6 +251,23 @@ def test_an_eval_set_without_a_place_is_refused(folder, name, place):
         config_of(primary=empty) if name == "primary" else config_of(sets={name: empty})
 
 
+def test_a_set_of_which_whole_documents_are_little_is_said(folder):
+    """Where the short document comes first, by its hash, the long one has no room beside it."""
+
+    def loaded(short, max_sequences):
+        write_rows(folder / "long.jsonl", [short, "x" * 1000])
+        corpus = load_corpus(config_of(sets={"long": {"path": "long.jsonl", "max_sequences": max_sequences}}), "store")
+        told = [warning for warning in corpus.warnings if "evalsets.sets.long" in warning]
+        return corpus.evalsets["long"], told
+
+    found = (loaded(f"short {n}", 50) for n in range(40))
+    evalset, told = next((evalset, told) for evalset, told in found if evalset.num_windows == 1)
+    assert evalset.num_left_out == 1
+    assert told[0].startswith("evalsets.sets.long has only 1 windows of the 50 that its max_sequences allows: the next")
+    evalset, told = loaded("short", 200)
+    assert (evalset.num_left_out, evalset.num_documents, told) == (0, 2, [])
+
+
 def test_a_set_whose_first_document_alone_is_too_long_is_taken_whole_and_said(folder):
     write_rows(folder / "long.jsonl", ["x" * 1000])
     long = {"path": "long.jsonl", "max_sequences": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,10 +337,24 @@ def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> di
 
 
 def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
-    """A warning for each eval set whose first document alone has more windows than its `max_sequences`."""
-    return tuple(
-        f"{place_of(name)} has {evalsets[name].num_windows} windows, more than its max_sequences of "
-        f"{source.max_sequences}: its first document alone has that many, and max_sequences cuts no document"
-        for name, source in config.eval_sources.items()
-        if name in evalsets and (source.max_sequences or math.inf) < evalsets[name].num_windows
-    )
+    """A warning for each eval set of which `max_sequences`, as it cuts no document, takes too much or much too little.
+
+    Too much if the first document alone has more windows; much too little if less than half as many are taken.
+    """
+    warnings = []
+    for name, source in config.eval_sources.items():
+        most = source.max_sequences
+        if most is None or name not in evalsets:
+            continue
+        num_windows, left_out = evalsets[name].num_windows, evalsets[name].num_left_out
+        if num_windows > most:
+            warnings.append(
+                f"{place_of(name)} has {num_windows} windows, more than its max_sequences of {most}: its first "
+                "document alone has that many, and max_sequences cuts no document"
+            )
+        elif left_out and num_windows < most / 2:
+            warnings.append(
+                f"{place_of(name)} has only {num_windows} windows of the {most} that its max_sequences allows: the "
+                "next document has more than the rest, and max_sequences cuts none; raise it, or split long documents"
+            )
+    return tuple(warnings)
