@@ -66,6 +66,10 @@ def schedule_warnings(
     is taken any more.
     """
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
+    if config.adaptation.replay and config.adaptation.init_from is None and trained == 0:
+        warnings.append(
+            "adaptation.replay is set, but the run begins with random parameters: to adapt a model, give --init-from"
+        )
     much: dict[str, float] = {}
     for name, size in epochs_of.items():
         source = config.sources.get(name)

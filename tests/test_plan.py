@@ -172,10 +172,14 @@ def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
 
     assert told() == []
     assert told(phases=alone) == told(phases=[{**alone[0], "mixture": {"web": 1, "law": 0}}]) == [nothing_of_law]
-    assert told(phases=alone, adaptation=replay) == []
-    assert told(phases=alone, adaptation={"replay": {"law": 1e-6}}) == []  # too small a share is told as that
+    at_random = (
+        "adaptation.replay is set, but the run begins with random parameters: to adapt a model, give --init-from"
+    )
+    assert told(phases=alone, adaptation=replay) == [at_random]
+    too_small = {"replay": {"law": 1e-6}}
+    assert told(phases=alone, adaptation=too_small) == [at_random]  # too small a share is told as that
     useless = "adaptation.replay.law has no effect: the mixture of every phase names law itself"
-    assert told(phases=everywhere, adaptation=replay) == [useless]
+    assert told(phases=everywhere, adaptation=replay) == [at_random, useless]
     sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}
     evalsets = {"primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}}
     assert told(phases=alone, sources=sources, evalsets=evalsets) == []
