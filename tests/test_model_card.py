@@ -160,6 +160,7 @@ def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
     assert told.endswith(f"\n\nThe intervals here are {wider}")
     late = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=100)))
     assert "eval recovered at step 100" in late["What happened in training"]
+    assert "after step 100 of 100; the gold checkpoint of the run is that of step 80." in late[""]
     early = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=40)))
     assert early["What happened in training"].startswith("No regression of an eval set, no rollback")
     assert wider not in early["What happened in training"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -117,7 +118,11 @@ def _training(row: Mapping[str, Any] | None) -> str | None:
 def model_text(model: Mapping[str, Any]) -> str:
     """A model's number of parameters, how many of them are trained (if not all), and its shape."""
     sizes = ("num_parameters", "num_trained")
-    shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
+    shape = ", ".join(
+        f"{key} {value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in model.items()
+        if key not in sizes
+    )
     trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
     return f"{model['num_parameters']:,} parameters{trained}" + (f": {shape}" if shape else "")
 

@@ -111,6 +111,8 @@ def _headline(run: Run, exported: Exported) -> list[str]:
     folded = ", LoRA adapters folded in" if exported.merged else ""
     is_gold = phase is None and run.gold_step == step
     gold = ", the gold checkpoint of the run" if is_gold else ""
+    if phase is None and run.gold_step is not None and run.gold_step < step:
+        gold = f"; the gold checkpoint of the run is that of step {run.gold_step:,}"
     ids = config.num_ids or config.vocab_size
     size = num_parameters(replace(config, vocab_size=ids, num_ids=None, lora=None))
     shape = {"layers": config.n_layer, "width": config.d_model, "feed-forward": f"{config.d_ff} ({config.mlp_type})"}
