@@ -129,7 +129,12 @@ circle { fill: transparent; }
 circle:hover { fill: var(--muted); fill-opacity: 0.45; }
 .wide svg { min-width: 680px; }
 .narrow { display: none; }
-.scroll { overflow-x: auto; }
+/* A shade at the edge beyond which there is more; the first two, which move with the content, hide it at the ends. */
+.scroll { overflow-x: auto; background:
+  linear-gradient(to right, var(--paper) 40%, transparent) left / 40px 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 40%, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(to right, var(--muted), transparent) left / 10px 100% no-repeat scroll,
+  linear-gradient(to left, var(--muted), transparent) right / 10px 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; margin: 8px 0; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
 th { color: var(--muted); font-weight: 500; white-space: nowrap; }
