@@ -641,6 +641,15 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
     ]
 
 
+def test_the_end_names_a_set_with_a_standing_alarm_whatever_its_interval(tmp_path):
+    lines = printed(tmp_path, start(), {**evaluated(74000, 40.0), "regressed": ["general"]}, complete(gold_step=70000))
+    forgotten = "  forgotten    code +0.2500 since base; general +0.0100 (95 % -0.1000 to +0.1200) since base"
+    assert forgotten in lines
+    lines = printed(tmp_path, start(), {**evaluated(74000, 40.0), "regressed": ["general"]}, evaluated(75000, 41.0),
+                    complete(gold_step=70000))  # fmt: skip
+    assert "  forgotten    code +0.2500 since base" in lines  # it has recovered
+
+
 def test_the_end_says_what_evals_took_of_the_time(tmp_path):
     evals = [{**evaluated(step, 40.0), "eval_duration_s": 12.0} for step in (100, 200)]
     end = {**complete(gold_step=None), "elapsed_s": 100.0}

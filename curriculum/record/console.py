@@ -28,7 +28,7 @@ from curriculum.record.sentences import (
     skipped_why,
     verdict,
 )
-from curriculum.record.wording import MOST_NAMED, duration, first_of, largest, loss, percent_done
+from curriculum.record.wording import MOST_NAMED, duration, first_of, interval_text, largest, loss, percent_done
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from evalsets.summary import Recorded
@@ -76,6 +76,7 @@ class Console:
         self._checkpoint_step: int | None = None
         self._over = False  # complete, or diverged
         self._blocked: dict[str, Any] | None = None  # the event if the last candidate for the gold was blocked
+        self._regressed: list[str] = []  # the sets with a standing alarm
         self._skipped: dict[str, int] = {}  # the counts of skipped updates when last reported
         self._row: dict[str, Any] = {}  # the last metrics row
         self._calm_evals = _CALM_EVALS  # evals since skipped updates were reported
@@ -89,6 +90,8 @@ class Console:
         if event["event"] in ("eval", "rollback", "diverged", "training_complete"):
             self._calm_evals += event["event"] == "eval"
             self._tell_skipped()
+        if event["event"] == "eval":
+            self._regressed = event.get("regressed", [])
         match event["event"]:
             case "training_start":
                 self._skipped, self._row = {}, {}
@@ -191,6 +194,9 @@ class Console:
             value, interval = number(lost["value"]), lost["interval"]
             if interval is not None and interval[0] > 0:
                 risen["forgotten"].append(f"{name} {value:+.4f} since {lost['best_phase']}")
+            elif interval is not None and name in self._regressed and value:
+                ends = interval_text(tuple(interval))
+                risen["forgotten"].append(f"{name} {value:+.4f} (95 % {ends}) since {lost['best_phase']}")
             elif interval is None and value is not None and 0 < value < math.inf:
                 why = "too little text for a standard error"
                 risen["not judged"].append(f"{name} {value:+.4f} since {lost['best_phase']}, {why}")
