@@ -26,7 +26,7 @@ NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
 _UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in item errors
-_CHANCE = 1e-4  # tail of the bound by which two measures of the jitter are compared
+_CHANCE, _BENT = 1e-4, 2.5  # tail of the bounds by which two measures of the jitter are compared, and how
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
 
@@ -224,17 +224,19 @@ def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
 def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
     """(jitter, nu), [...] each: the scatter of the mean losses of neighbouring checkpoints, and its degrees of freedom.
 
-    It is measured in two ways, within each phase (the eval before the first update is in none), and the one is taken
-    by which chance explains less: whose 99.99 % bound is lower. About straight lines a falling loss scatters by its
-    curvature, about neighbours hardly; but those leave half as many degrees of freedom. Below 3 of these nothing but
-    neighbours is considered. NaN if no phase has 3 finite losses in a row.
+    It is measured within each phase (the eval before the first update is in none), about straight lines unless they
+    are bent: if the 99.99 % bound of that scatter is more than 2.5 times the bound of the scatter about neighbours,
+    the latter is taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they
+    do not see slow noise either, which lines do, and leave half as many degrees of freedom. With few evals, where that
+    is below 3, lines are more bent than known. NaN if no phase has 3 finite losses in a row.
     """
     jitter, nu = _about_neighbours(watched)
     of_lines, nu_of_lines = _about_lines(watched)
     with np.errstate(invalid="ignore"):
         bound = jitter * student_quantile(_CHANCE, np.maximum(nu, 1))
         bound_of_lines = of_lines * student_quantile(_CHANCE, np.maximum(nu_of_lines, 1))
-    lines = (nu >= MIN_NU) & (bound_of_lines < bound)
+    known = bound_of_lines < _BENT * bound
+    lines = np.where(nu >= MIN_NU, known, nu_of_lines >= 2 * MIN_NU)  # the latter only where evals are not finite
     return np.where(lines, of_lines, jitter), np.where(lines, nu_of_lines, nu)
 
 

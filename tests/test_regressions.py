@@ -72,7 +72,8 @@ def slow_jitter(evals):
     if near[1] < 3:
         return near
     line = math.sqrt(rss / nu), nu
-    return min(line, near, key=lambda measured: measured[0] * float(student_quantile(1e-4, measured[1])))
+    bounds = [jitter * float(student_quantile(1e-4, nu)) for jitter, nu in (line, near)]
+    return line if bounds[0] < 2.5 * bounds[1] else near
 
 
 def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
@@ -84,7 +85,7 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
     for k in range(60):
         step = 20 * k + (k % 3)  # not evenly spaced
         noise_N = rng.normal(0, 0.05, 25)[document_N] + rng.normal(0, 0.02, len(document_N))
-        nats.append(tokens_N * (4 - 0.3 * math.sqrt(k) + 0.02 * k + rng.normal(0, 0.01) + noise_N))
+        nats.append(tokens_N * (4 + 9 * 0.8**k - 0.3 * math.sqrt(k) + 0.02 * k + rng.normal(0, 0.01) + noise_N))
         loss = math.fsum(nats[k]) / int(tokens_N.sum())
         if k == 0:
             watched = begin(step, -1, nats[k], tokens_N)
@@ -117,7 +118,7 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
         if k in boundaries:
             watched, phase, phase_start = begin_phase(watched, step, nats[k]), boundaries[k], k
     of_neighbours = {nu for nu in nus if nu % 1}
-    assert {0, 1} <= nus and max(of_neighbours) > 11 and max(nus - of_neighbours) > 15  # either is the better at times
+    assert {0, 1} <= nus and max(of_neighbours) > 4 and max(nus - of_neighbours) > 15  # lines are bent at first
 
 
 def test_the_steep_way_from_an_untrained_model_to_the_first_eval_is_no_scatter():
@@ -694,15 +695,15 @@ BLOCK = 100  # runs at a time: what fits a cache
 class Simulation:
     """Runs of sets whose true loss stays what it is, with leading axes `lead`, measured at step 0 and NUM_EVALS times.
 
-    Or it falls by `fall` of the number of evals so far. A checkpoint's mean moves by an AR(1) of standard deviation JITTER; each document adds noise of its own, which gives
+    Or it falls by `fall` of the number of evals so far. A checkpoint's mean moves by an AR(1) of standard deviation `jitter`; each document adds noise of its own, which gives
     the difference of two evals a standard error of ITEM_ERROR.
     """
 
-    def __init__(self, rng, lead, rho, tolerance, fall=lambda k: 0.0, item_error=ITEM_ERROR):
-        self.rng, self.lead, self.rho, self.tolerance, self.fall = rng, lead, rho, tolerance, fall
+    def __init__(self, rng, lead, rho, tolerance, fall=lambda k: 0.0, item_error=ITEM_ERROR, jitter=JITTER):
+        self.rng, self.lead, self.rho, self.tolerance, self.fall, self.sd = rng, lead, rho, tolerance, fall, jitter
         self.per_document = item_error * math.sqrt(NUM_DOCUMENTS / 2)
         self.tokens_N, self.document_N = regular(NUM_DOCUMENTS, 512)
-        self.jitter, self.rise, self.k, self.phase = rng.normal(0, JITTER, lead), np.zeros(lead), 0, 0
+        self.jitter, self.rise, self.k, self.phase = rng.normal(0, jitter, lead), np.zeros(lead), 0, 0
         self.watched = begin(0, -1, self.nats(), self.tokens_N)
         self.level = error_level(0.95, 0.0, NUM_SETS * NUM_EVALS * 3, NUM_SETS * NUM_EVALS * 3)
 
@@ -712,7 +713,7 @@ class Simulation:
 
     def eval(self):
         self.k += 1
-        fresh = self.rng.normal(0, JITTER, self.lead)
+        fresh = self.rng.normal(0, self.sd, self.lead)
         self.jitter = self.rho * self.jitter + math.sqrt(1 - self.rho**2) * fresh
         nats = self.nats()
         self.watched, seen = observe(
@@ -746,6 +747,13 @@ def alarmed_share(rng, num_runs, *settings, **more):
 def test_runs_in_which_all_get_better_at_first(rho):
     rng = np.random.default_rng([8, int(10 * rho)])
     assert alarmed_share(rng, 500, rho, 0.0, fall=lambda k: 2.5 * (1 - 0.9**k)) <= 0.05
+
+
+@pytest.mark.parametrize(("rho", "tolerance", "at_most"), [(0.0, 0.0, 0.05), (0.5, 0.0, 0.1), (0.5, 0.02, 0.02)])
+def test_runs_in_which_checkpoints_scatter_more_than_documents(rho, tolerance, at_most):
+    """What docs/evals.md says of them: where neighbours are alike, their scatter is seen too small."""
+    rng = np.random.default_rng([10, int(10 * rho)])
+    assert alarmed_share(rng, 1000, rho, tolerance, item_error=0.01, jitter=0.02) <= at_most
 
 
 @pytest.mark.parametrize(("tolerance", "at_most"), [(0.01, 0.35), (0.02, 0.07), (0.03, 0.02)])
