@@ -293,7 +293,8 @@ def _moments_per_parameter(optim: OptimConfig, model: ModelConfig, split: Mappin
     muon_share = num_projections(model, **split) / num_parameters(model, **split)
     if optim.muon.allow_all_2d or (optim.muon.allow_tied_embed and model.tie_embeddings):
         muon_share = 1.0  # except vectors and a table of positions
-    return muon_share * moments + (1 - muon_share) * OPTIMIZERS[optim.muon.rest].moments
+    of_rest = OPTIMIZERS[optim.muon.rest].moments
+    return None if moments is None or of_rest is None else muon_share * moments + (1 - muon_share) * of_rest
 
 
 def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int | None]) -> dict[str, int]:

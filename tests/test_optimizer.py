@@ -388,6 +388,18 @@ def test_two_optimizers_may_read_one_key(monkeypatch):
     assert OptimConfig(name="mine", b2=0.5, lion=LionConfig(b1=0.5)).problems() == []
 
 
+def test_what_is_not_as_known_as_the_rules_here(monkeypatch):
+    muon = OptimConfig(name="muon")
+    assert muon.users_own is None and OptimConfig().users_own is None
+    monkeypatch.setitem(OPTIMIZERS, "same", OPTIMIZERS["adamw"])  # the command line does not know the name
+    assert OptimConfig(name="same").users_own == "same"
+    monkeypatch.setitem(OPTIMIZERS, "adamw", Rule(OPTIMIZERS["adamw"].make))
+    assert muon.users_own == OptimConfig().users_own == "adamw"
+    monkeypatch.setitem(OPTIMIZERS, "mine", OPTIMIZERS["lion"].make)
+    with pytest.raises(InputError, match=r"OPTIMIZERS\['mine'\]: got <function lion.*>, expected Rule\(FUNCTION\)"):
+        muon.problems()
+
+
 def test_settings_that_change_which_arrays_the_state_has_are_in_its_layout():
     params = {"embed": {"embedding": jnp.ones((5, 3))}, "up": jnp.ones((3, 4)), "norm": jnp.ones(3)}
     muon = OptimConfig(name="muon")

@@ -101,8 +101,12 @@ class OptimConfig:
 
     @property
     def users_own(self) -> str | None:
-        """Its name, if it is an optimizer that this module does not have."""
-        return None if OPTIMIZERS.get(self.name) in _OWN else self.name
+        """The name of its optimizer, or of what muon leaves the rest to, if that is not this module's."""
+        return next((name for name in self._chosen if not _is_shipped(name)), None)
+
+    @property
+    def _chosen(self) -> tuple[str, ...]:
+        return (self.name, self.muon.rest) if self.name == "muon" else (self.name,)
 
     def problems(self) -> list[tuple[str, str]]:
         """Problems with the numbers, and keys that nothing would read, as (field, message) pairs."""
@@ -111,14 +115,16 @@ class OptimConfig:
             number = attrgetter(path)(self)
             if number is not None and not fits(number):
                 problems.append((path, f"got {number}, expected {expected}"))
-        chosen = [self.name, self.muon.rest] if self.name == "muon" else [self.name]
-        read = [OPTIMIZERS[name].reads if name in OPTIMIZERS else None for name in chosen]
+        for name, rule in OPTIMIZERS.items():
+            if not isinstance(rule, Rule):
+                raise InputError(f"OPTIMIZERS[{name!r}]: got {rule!r}, expected Rule(FUNCTION)")
+        read = [OPTIMIZERS[name].reads if name in OPTIMIZERS else None for name in self._chosen]
         if None in read:  # it may read any key
             return problems
         for key in dict.fromkeys(key for rule in OPTIMIZERS.values() for key in rule.reads or ()):
             if not any(key in keys for keys in read) and getattr(self, key) != getattr(OptimConfig(), key):
                 readers = [name for name, rule in OPTIMIZERS.items() if key in (rule.reads or ())]
-                message = f"applies to {' and '.join(readers)} only, but the optimizer is {' with '.join(chosen)}"
+                message = f"applies to {' and '.join(readers)} only, but the optimizer is {' with '.join(self._chosen)}"
                 problems.append((key, f"{message}; leave it out"))
         return problems
 
@@ -183,7 +189,7 @@ def no_rule(name: str) -> str:
 
 def is_own(config: OptimConfig) -> bool:
     """Whether a config's optimizer is this module's, and depends on nothing but the config."""
-    return all(rule in _OWN for rule in _rules(config))
+    return _is_shipped(config.name) and _is_shipped(config.muon.rest)
 
 
 def _rules(config: OptimConfig) -> tuple[Rule | None, ...]:
@@ -267,7 +273,11 @@ OPTIMIZERS = {
     "muon": Rule(muon, moments=1, reads=("muon",)),
     "sophia": Rule(sophia, moments=2, reads=("sophia",)),
 }
-_OWN = tuple(OPTIMIZERS.values())
+_SHIPPED = dict(OPTIMIZERS)
+
+
+def _is_shipped(name: str) -> bool:
+    return name in _SHIPPED and OPTIMIZERS.get(name) is _SHIPPED[name]
 
 
 def matrices(params: Any) -> Any:
