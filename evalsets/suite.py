@@ -155,9 +155,10 @@ def summed_by_window(score_targets: ScoreTargets) -> SumWindows:
 
     def sum_windows(params: Any, tokens_BT1: jax.Array, scored_BT: jax.Array) -> dict[str, jax.Array]:
         scores = score_targets(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
-        if not set(_NEEDED) <= scores.keys() <= set(_SCORES):
+        gave = ", ".join(scores) if isinstance(scores, dict) else f"a {type(scores).__name__}"
+        if not isinstance(scores, dict) or not set(_NEEDED) <= scores.keys() <= set(_SCORES):
             raise ValueError(
-                f"score_targets gave {', '.join(scores)}, expected {', '.join(_SCORES)}; for another score, add a "
+                f"score_targets gave {gave}, expected a dict of {', '.join(_SCORES)}; for another score, add a "
                 "field with its name and _N to WindowResults in evalsets/metrics.py"
             )
         # `where`, not a product: a NaN where nothing is scored must not reach the sum.

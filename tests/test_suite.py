@@ -339,6 +339,14 @@ def test_nan_in_the_padding_stays_there_and_a_scored_nan_shows():
     assert np.array_equal(np.isnan(broken.nats_N), holds_3)
 
 
+@pytest.mark.parametrize("gives", [lambda scores: tuple(scores.values()), lambda scores: {"nats": scores["nats"]},
+                                   lambda scores: scores | {"top5": scores["correct"]}])  # fmt: skip
+def test_scores_that_no_results_have_are_told(gives):
+    suite = Suite(four_evalsets(), lambda *arguments: gives(tiny_scores(*arguments)))
+    with pytest.raises(ValueError, match="score_targets gave .*, expected a dict of nats, correct; for another score"):
+        suite.run(tiny_params())
+
+
 def test_no_names_no_work():
     suite = Suite(four_evalsets(), tiny_scores)
     assert suite.run(tiny_params(), []) == {}
