@@ -66,7 +66,8 @@ def schedule_warnings(
     is taken any more.
     """
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
-    if config.adaptation.replay and config.adaptation.init_from is None and trained == 0:
+    random = config.adaptation.init_from is None and config.model is not None  # a custom model may know something
+    if config.adaptation.replay and random and trained == 0:
         warnings.append(
             "adaptation.replay is set, but the run begins with random parameters: to adapt a model, give --init-from"
         )

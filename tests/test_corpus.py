@@ -263,7 +263,7 @@ def test_a_set_of_which_whole_documents_are_little_is_said(folder):
     found = (loaded(f"short {n}", 50) for n in range(40))
     evalset, told = next((evalset, told) for evalset, told in found if evalset.num_windows == 1)
     assert evalset.num_left_out == 1
-    assert told[0].startswith("evalsets.sets.long has only 1 windows of the 50 that its max_sequences allows: the next")
+    assert told[0].startswith("evalsets.sets.long has 1 of the 50 windows that its max_sequences allows: the next")
     evalset, told = loaded("short", 200)
     assert (evalset.num_left_out, evalset.num_documents, told) == (0, 2, [])
 

@@ -363,7 +363,7 @@ def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, 
         return capsys.readouterr().err.splitlines()
 
     monkeypatch.setattr("curriculum.export.export", lambda *_, step, **__: 0)
-    hint = "note: the gold checkpoint is step 0, what the run began with; --step latest takes the last"
+    hint = "note: step 0 is what the run began with; --step latest takes the last checkpoint"
     assert told() == [hint] and told("--step", "0") == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_first_gold
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_untrained
 
 
 @click.command()
@@ -43,7 +43,7 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
         sets=[name.strip() for name in ",".join(sets).split(",") if name.strip()] if sets else None,
         store_dir=store_dir,
     )
-    tell_first_gold(measured.step, step)
+    tell_untrained(measured.step, step)
     for warning in measured.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import STEP, WEIGHTS, tell_first_gold
+from curriculum.cli.options import STEP, WEIGHTS, tell_untrained
 
 
 @click.command()
@@ -46,4 +46,4 @@ def command(run, format_name, step, weights, dtype, merge, output):
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
     merged = ", adapters merged" if merge else ""
     click.echo(f"{output}: step {exported} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
-    tell_first_gold(exported, step)
+    tell_untrained(exported, step)

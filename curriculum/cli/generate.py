@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_first_gold
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_untrained
 from curriculum.disk.append import discard
 from curriculum.errors import InputError
 from curriculum.sampling import Sampling
@@ -77,7 +77,7 @@ def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sam
         raise InputError(*problems)
 
     loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir)
-    tell_first_gold(loaded.step, step)
+    tell_untrained(loaded.step, step)
     for warning in loaded.warnings:
         click.echo(f"warning: {warning}", err=True)
     started = time.perf_counter()

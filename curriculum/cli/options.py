@@ -22,12 +22,10 @@ class _Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
-def tell_first_gold(step: int | None, asked: str | None) -> None:
-    """Tell on stderr that the checkpoint which was taken, as none was asked for, is a gold of before any training."""
+def tell_untrained(step: int | None, asked: str | None) -> None:
+    """Tell on stderr that the checkpoint which was taken, as none was asked for, is of before any training."""
     if step == 0 and asked is None:
-        click.echo(
-            "note: the gold checkpoint is step 0, what the run began with; --step latest takes the last", err=True
-        )
+        click.echo("note: step 0 is what the run began with; --step latest takes the last checkpoint", err=True)
 
 
 def print_json(told: Any) -> None:

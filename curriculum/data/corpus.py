@@ -354,7 +354,7 @@ def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str,
             )
         elif left_out and num_windows < most / 2:
             warnings.append(
-                f"{place_of(name)} has only {num_windows} windows of the {most} that its max_sequences allows: the "
+                f"{place_of(name)} has {num_windows} of the {most} windows that its max_sequences allows: the "
                 "next document has more than the rest, and max_sequences cuts none; raise it, or split long documents"
             )
     return tuple(warnings)

@@ -183,7 +183,8 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
         changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
         line = f"{loss(pairs[0]['loss'])}: {', '.join(changes)}"
         newest = by_step[max(names)]
-        if moved := what_changed(newest):
+        # Of a recovery a raised rate is no reason.
+        if moved := share_moves(newest["mixture_change"]) if tolerances else what_changed(newest):
             line += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
         if tolerances:
             line += f", tolerance {pairs[0]['tolerance']:g}"

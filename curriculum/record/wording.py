@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -145,7 +146,10 @@ def metric_texts(measured: Mapping[str, Any], of: type[Recorded] = Recorded) -> 
     """The cells under `metric_titles`; `-` for a metric that is None or not there."""
     shown = {metric.name: metric.metadata["format"] for metric in fields(of) if metric.metadata}
     numbers = {name: number(measured.get(name)) for name in shown}
-    return ["-" if as_float is None else format(as_float, shown[name]) for name, as_float in numbers.items()]
+    return [
+        "-" if as_float is None else "nan" if math.isnan(as_float) else format(as_float, shown[name])
+        for name, as_float in numbers.items()
+    ]
 
 
 def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:

@@ -351,6 +351,6 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
             for source in dict.fromkeys([*setup.config.sources, *then, *now])  # some may be gone from the config
             if then.get(source, 0.0) != now.get(source, 0.0)
         },
-        # A fall is no reason, and neither is a rise from the first update's rate: that is the warmup of every run.
+        # A fall is no reason, and neither is a rise since the run began: that is its warmup.
         "rate_rise": [rate, highest] if baseline_step and highest > _RAISED * rate else None,
     }

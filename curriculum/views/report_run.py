@@ -164,7 +164,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
             figure(
                 figures.line_chart(f"{label}: gradient norm", [Curve("all", PALETTE[6], norm_xs, norms)], phases),
                 Markup("Gradient norm before clipping ")
-                + tag("small", f"{skipped:,} updates skipped" if skipped else ""),
+                + tag("small", f"{skipped:,} update{'' if skipped == 1 else 's'} skipped" if skipped else ""),
             ),
             class_="panels",
         ),
