@@ -109,7 +109,7 @@ def recorded(run_dir, *, bpb=False):
     for event in read_events(run_dir):
         if event["event"] == "eval":
             for name, values in all_sets(event).items():
-                curves.setdefault(name, []).append((event["step"], number(values[bpb])))
+                curves.setdefault(name, []).append((event["step"], number(values.bpb if bpb else values.loss)))
     return curves
 
 
