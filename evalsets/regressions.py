@@ -227,16 +227,17 @@ def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
     It is measured within each phase (the eval before the first update is in none), about straight lines unless they
     are bent: if the 99.99 % bound of that scatter is more than 2.5 times the bound of the scatter about neighbours,
     the latter is taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they
-    do not see slow noise either, which lines do, and leave half as many degrees of freedom. With few evals, where that
-    is below 3, lines are more bent than known. NaN if no phase has 3 finite losses in a row.
+    do not see slow noise either, which lines do, and leave half as many degrees of freedom. Below 3 of these nothing
+    tells whether the lines are bent: neighbours are taken, unless the lines have 6, as where many losses are not
+    finite. NaN if no phase has 3 finite losses in a row, or enough for such lines.
     """
     jitter, nu = _about_neighbours(watched)
     of_lines, nu_of_lines = _about_lines(watched)
     with np.errstate(invalid="ignore"):
         bound = jitter * student_quantile(_CHANCE, np.maximum(nu, 1))
         bound_of_lines = of_lines * student_quantile(_CHANCE, np.maximum(nu_of_lines, 1))
-    known = bound_of_lines < _BENT * bound
-    lines = np.where(nu >= MIN_NU, known, nu_of_lines >= 2 * MIN_NU)  # the latter only where evals are not finite
+    straight = bound_of_lines < _BENT * bound
+    lines = np.where(nu >= MIN_NU, straight, nu_of_lines >= 2 * MIN_NU)
     return np.where(lines, of_lines, jitter), np.where(lines, nu_of_lines, nu)
 
 
