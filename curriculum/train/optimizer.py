@@ -101,7 +101,10 @@ class OptimConfig:
 
     @property
     def users_own(self) -> str | None:
-        """The name of its optimizer, or of what muon leaves the rest to, if that is not this module's."""
+        """The name of its optimizer, or of what muon leaves the rest to, if that is not this module's.
+
+        An optimizer of this module depends on nothing but the config.
+        """
         return next((name for name in self._chosen if not _is_shipped(name)), None)
 
     @property
@@ -175,10 +178,10 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
 
     if config.name not in OPTIMIZERS:
         raise InputError(f"optim.name: {no_rule(config.name)}")
-    if not is_own(config):
+    if config.users_own is not None:
         return optax.with_extra_args_support(OPTIMIZERS[config.name].make(config))
     settings = {key.name: getattr(config, key.name) for key in fields(OptimConfig)}
-    return _own_rule(OptimConfig(**settings), _rules(config))
+    return _own_rule(OptimConfig(**settings))
 
 
 def no_rule(name: str) -> str:
@@ -187,21 +190,11 @@ def no_rule(name: str) -> str:
     return f"{no_such('optimizer', name, OPTIMIZERS)}; {of_ones_own}"
 
 
-def is_own(config: OptimConfig) -> bool:
-    """Whether a config's optimizer is this module's, and depends on nothing but the config."""
-    return _is_shipped(config.name) and _is_shipped(config.muon.rest)
-
-
-def _rules(config: OptimConfig) -> tuple[Rule | None, ...]:
-    return OPTIMIZERS.get(config.name), OPTIMIZERS.get(config.muon.rest)
-
-
 @kept
-def _own_rule(config: OptimConfig, rules: tuple[Rule, ...]) -> optax.GradientTransformationExtraArgs:
-    """`rules`: those that the config names; the first is the whole one."""
+def _own_rule(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
     import optax
 
-    return optax.with_extra_args_support(rules[0].make(config))
+    return optax.with_extra_args_support(_SHIPPED[config.name].make(config))
 
 
 def adamw(config: OptimConfig) -> optax.GradientTransformation:

@@ -24,7 +24,7 @@ from curriculum.train.checkpoints.folder import Checkpoints, beside_params
 from curriculum.train.guard import with_window
 from curriculum.train.kept import keeping
 from curriculum.train.mesh import place_state, state_shardings
-from curriculum.train.optimizer import is_own, make_optimizer
+from curriculum.train.optimizer import make_optimizer
 from curriculum.train.step import TrainState, init_state, window_for
 
 
@@ -47,7 +47,7 @@ class States:
     @property
     def own(self) -> bool:
         """Whether model and optimizer are the program's own."""
-        return self.architecture is not None and is_own(self.config.optim)
+        return self.architecture is not None and self.config.optim.users_own is None
 
     @cached_property
     def like(self) -> TrainState:
