@@ -142,8 +142,24 @@ def test_compressed_lines_are_read_as_they_are(tmp_path, name):
             f"{tmp_path / name}: " in (told := refused(tmp_path / name))
             and f"; expected a complete {kind} file" in told
         )
-    (tmp_path / "a.txt.gz").write_bytes(packed[0])
-    assert "compressed file? leave it out with glob:" in refused(tmp_path / "a.txt.gz")
+
+
+@pytest.mark.parametrize("name, kind", [("a.txt.gz", "gzip"), ("a.md.ZST", "zstd"), ("README.gz", "gzip")])
+def test_compressed_text_is_one_document(tmp_path, monkeypatch, name, kind):
+    import pyarrow
+
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 64)
+    text = "\ufeff" + (AWKWARD + "some words in between. ") * 40
+    packed = pyarrow.compress(text.encode(), kind, asbytes=True)
+    (tmp_path / name).write_bytes(packed)
+    assert read(tmp_path / name) == [text.removeprefix("\ufeff")]
+    pieces = list(read_pieces(SourceConfig(path=str(tmp_path))))
+    assert len(pieces) > 30 and sum(piece.source_bytes for piece in pieces) == len(text.encode())
+    assert documents_of([SourceConfig(path=str(tmp_path))], CHATML).total_bytes is None
+    (tmp_path / name).write_bytes(packed[:-4])
+    assert f"{tmp_path / name}: " in (told := refused(tmp_path / name)) and f"a complete {kind} file" in told
+    (tmp_path / name).write_bytes(pyarrow.compress(b"a\0b", kind, asbytes=True))  # such as a .tar.gz
+    assert f"{tmp_path / name}: byte 1 is NUL" in refused(tmp_path / name)
 
 
 def test_a_number_that_nobody_reads_may_have_any_number_of_digits(tmp_path):

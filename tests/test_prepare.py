@@ -168,10 +168,9 @@ def test_changed_content_another_tokenizer_and_another_key_are_other_stores(sour
     assert len({split_over("ab", "c"), split_over("a", "bc"), as_rows, split_over('{"text": "x"}')}) == 4
     rows, text = tmp_path / "rows.jsonl.gz", tmp_path / "rows.txt.gz"
     rows.write_bytes(gzip.compress(b'{"text": "x"}'))
-    prepare_store("rows", SourceConfig(path=str(rows)), byte_tokenizer(), store_dir)
+    assert prepare_store("rows", SourceConfig(path=str(rows)), byte_tokenizer(), store_dir).facts.num_tokens == 2
     rows.rename(text)
-    with pytest.raises(InputError, match="rows.txt.gz: .*compressed file"):
-        prepare_store("rows", SourceConfig(path=str(text)), byte_tokenizer(), store_dir)
+    assert prepare_store("rows", SourceConfig(path=str(text)), byte_tokenizer(), store_dir).facts.num_tokens == 14
     web = sources["web"]
     first = prepare_store("web", web, byte_tokenizer(), store_dir)
     (Path(web.path) / "1.txt").rename(Path(web.path) / "9.txt")

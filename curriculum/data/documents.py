@@ -29,7 +29,8 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 
 MANY_EMPTY = 0.1  # share of a source's documents; fewer may be stray empty rows
-ROWS_AS_TEXT = {".json", ".csv", ".tsv"}  # files that often hold rows, but are read as plain text
+# Files that often hold rows, but are read as plain text.
+ROWS_AS_TEXT = {".json", *(rows + end for end in ("", *COMPRESSED) for rows in (".csv", ".tsv"))}
 
 
 class Documents(NamedTuple):

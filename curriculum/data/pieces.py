@@ -19,6 +19,7 @@ from curriculum.data.sources import (
     JSON_LINES,
     SourceConfig,
     SourceFile,
+    compression_of,
     source_files,
     suffix_of,
 )
@@ -51,10 +52,10 @@ class Piece(NamedTuple):
 def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
     """The documents of a source in pieces, empty ones included, file by file in sorted order.
 
-    JSONL (compressed or not), parquet and arrow: each row is a document; a null text is an empty document. In a format
-    other than text a row is a conversation, which `chat` renders, with one piece per stretch. Any other file is one
-    document of plain UTF-8 text, and is refused if the source has a text_key or a format other than text. A byte-order
-    mark at the start of a file is dropped; nothing else is changed.
+    JSONL, parquet and arrow: each row is a document; a null text is an empty document. In a format other than text a
+    row is a conversation, which `chat` renders, with one piece per stretch. Any other file is one document of plain
+    UTF-8 text, and is refused if the source has a text_key or a format other than text. JSONL and plain text may be
+    compressed. A byte-order mark at the start of a file is dropped; nothing else is changed.
 
     Memory: a plain-text file is held one piece at a time (about PIECE_BYTES; more only if that long a stretch has no
     two words), JSONL one line at a time, tables as `open_table` says, the hub's rows as `datasets` streams them.
@@ -71,7 +72,7 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
         suffix = suffix_of(file.path)
         try:
             if suffix in JSON_LINES:
-                yield from _json_lines(file, COMPRESSED.get(os.path.splitext(suffix)[1]), source, chat)
+                yield from _json_lines(file, source, chat)
             elif suffix in COLUMNAR:
                 yield from _columnar_rows(file, COLUMNAR[suffix], source, chat)
             else:
@@ -111,7 +112,7 @@ def _plain_text(file: SourceFile) -> Iterator[Piece]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     parts: list[str] = []  # what has been read and not yet given out
     offset_bytes = unreported_bytes = 0
-    with open(file.path, "rb") as stream:
+    with _opened(file) as stream:
         while True:
             block = stream.read(PIECE_BYTES)
             if (nul := block.find(b"\0")) >= 0:
@@ -162,8 +163,8 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _json_lines(file: SourceFile, compression: str | None, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
-    with open(file.path, "rb") if compression is None else _decompressed(file, compression) as stream:
+def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+    with _opened(file) as stream:
         for number, line in enumerate(stream, start=1):
             where = f"{file.path}:{number}"
             if number == 1:
@@ -182,7 +183,13 @@ def _json_lines(file: SourceFile, compression: str | None, source: SourceConfig,
 
 
 @contextmanager
-def _decompressed(file: SourceFile, compression: str) -> Iterator[BinaryIO]:
+def _opened(file: SourceFile) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed if its name says that it is compressed."""
+    compression = compression_of(file.path)
+    if compression is None:
+        with open(file.path, "rb") as stream:
+            yield stream
+        return
     import pyarrow
 
     with (
