@@ -425,7 +425,7 @@ def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
     console.row(counted(220, 5, 1, 3))
     console.close()
     assert stream.getvalue().splitlines()[6:] == [
-        "step 10/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
+        "step 10/75000 | loss 5.1234 | lr 6.00e-04 | 12.3k tok/s | phase foundation",
         "skipped 4 updates up to step 20: 1 not finite, 2 with a loss or gradient norm far above the recent ones, "
         "1 without a scored target",
         "rollback 1 of 3 at step 212, to step 200: bad luck | the data of 20 steps from step 209 on are passed over",
@@ -485,12 +485,12 @@ def test_into_a_pipe_progress_comes_at_a_sensible_rate(tmp_path):
         console.row(row(step))
         clock.seconds += 4.0
     assert stream.getvalue().splitlines()[6:] == [
-        f"step {step}/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation" for step in (40, 70)
+        f"step {step}/75000 | loss 5.1234 | lr 6.00e-04 | 12.3k tok/s | phase foundation" for step in (40, 70)
     ]
     clock.seconds += 10
     console.row(row(100, loss="Infinity", tokens_per_sec=460_000.0))
     assert stream.getvalue().splitlines()[-1] == (
-        "step 100/75000 | loss inf | lr 6.0e-04 | 460k tok/s | phase foundation"
+        "step 100/75000 | loss inf | lr 6.00e-04 | 460k tok/s | phase foundation"
     )
     console.close()
 
@@ -523,7 +523,7 @@ def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
     )
     assert (tmp_path / "train.log").read_text().splitlines() == [
         "resumed at step 30 of 75000",
-        "step 40/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
+        "step 40/75000 | loss 5.1234 | lr 6.00e-04 | 12.3k tok/s | phase foundation",
         "gold blocked at step 60: trend",
     ]
 
