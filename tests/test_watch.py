@@ -260,7 +260,8 @@ def test_an_alarm_names_a_learning_rate_that_was_raised(tmp_path, monkeypatch):
     (alarm, *_) = [e for e in run.events if e["event"] == "eval_regression"]
     rates = {o["baseline"]: (o["baseline_step"], o["rate_rise"]) for o in alarm["offenders"]}
     assert alarm["step"] == 4
-    assert rates == {"start": (0, None), "phase_start": (3, [1e-3, 4e-3]), "best": (3, [1e-3, 4e-3])}
+    raised = [1e-3, 4e-3]  # since step 0 too: up to the end of the warmup, 1e-3, is no rise
+    assert rates == {"start": (0, raised), "phase_start": (3, raised), "best": (3, raised)}
     assert "(since step 3: learning rate 0.001 → 0.004)" in (tmp_path / "run/train.log").read_text()
 
 

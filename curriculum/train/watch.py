@@ -328,10 +328,10 @@ def _interval(change: Change) -> list[float] | None:
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
     then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
-    rate, highest = (
-        setup.course.rate_at(baseline_step),
-        float(np.max(setup.course.rates[baseline_step:step], initial=0)),
-    )
+    first_piece = setup.course.schedule.segments[0].lr[0]
+    warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
+    rate = setup.course.rate_at(max(baseline_step, warm))
+    highest = float(np.max(setup.course.rates[baseline_step:step], initial=0))
     return {
         "set": record_name(name),
         "step": step,  # of the measurement: later evals repeat a standing alarm, and may not measure its set
@@ -351,6 +351,5 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
             for source in dict.fromkeys([*setup.config.sources, *then, *now])  # some may be gone from the config
             if then.get(source, 0.0) != now.get(source, 0.0)
         },
-        # A fall is no reason, and neither is a rise since the run began: that is its warmup.
-        "rate_rise": [rate, highest] if baseline_step and highest > _RAISED * rate else None,
+        "rate_rise": [rate, highest] if highest > _RAISED * rate else None,  # a fall is no reason
     }
