@@ -50,20 +50,22 @@ class Measured:
 
 @dataclass(frozen=True)
 class Best:
-    """The gold; `score` is the gate's, None if it gave none."""
+    """The gold; `score` is the gate's, None if it gave none. `losses`: the last loss of each set then."""
 
     step: int
     value: float
     score: float | None = None
+    losses: dict[str, float | None] = field(default_factory=dict)  # empty if an older version wrote the state
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A dip after `rises` rises in a row that the next eval has to confirm."""
+    """A dip after `rises` rises in a row that the next eval has to confirm; `losses` as in `Best`."""
 
     step: int
     value: float
     rises: int
+    losses: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,12 +164,13 @@ class Candidate:
 
     One eval may bring two candidates: the pending dip that it confirms, and itself. The gate is asked about the lower
     one first. `instead` is the decision about the other one in case the gate vetoes the first: `Blocked`, or a
-    `Candidate` to ask about next.
+    `Candidate` to ask about next. `losses` as in `Best`.
     """
 
     step: int
     metric: str
     value: float
+    losses: dict[str, float | None]
     instead: "Candidate | Blocked | None" = None
 
 
@@ -193,17 +196,18 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
     if not measured.is_candidate:
         return replace(state, start=value), []
 
+    losses = {name: memory.last for name, memory in state.sets.items()}
     decisions: list[Decision] = []
     passed = own = None
     if pending is not None:
-        dip = Candidate(pending.step, config.minimise, pending.value)
+        dip = Candidate(pending.step, config.minimise, pending.value, pending.losses)
         if _below(value, gold):
             passed = dip
         else:
             decisions.append(_blocked(state, dip, "trend", _unconfirmed(pending, measured.step, value, gold)))
 
     if _below(value, gold):
-        own = Candidate(measured.step, config.minimise, value)
+        own = Candidate(measured.step, config.minimise, value, losses)
         if objections := _objections(config, state, measured, value):
             own = _blocked(state, own, objections[0][0], "; ".join(reason for _, reason in objections))
         elif config.consecutive_rises and rises >= config.consecutive_rises and not rose:
@@ -213,7 +217,7 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
                 )
                 own = _blocked(state, own, "trend", reason)
             else:
-                state, own = replace(state, pending=Pending(measured.step, value, rises)), None
+                state, own = replace(state, pending=Pending(measured.step, value, rises, losses)), None
 
     if passed is not None and own is not None and not _below(value, passed):
         passed, own = replace(passed, instead=own), None  # decided only if the gate vetoes the dip
@@ -237,7 +241,7 @@ def accepted(
     gold = state.gold
     if score is not None and gold is not None and gold.score is not None and not score < gold.score:
         return vetoed(state, candidate, f"score {score:g} is not below the gold's {gold.score:g} (step {gold.step})")
-    best = Best(candidate.step, candidate.value, score)
+    best = Best(candidate.step, candidate.value, score, candidate.losses)
     previous, previous_step = (None, None) if gold is None else (gold.value, gold.step)
     event = Gold(candidate.step, candidate.metric, candidate.value, previous, previous_step, score)
     return replace(state, gold=best), [event]
@@ -280,11 +284,13 @@ def _objections(config: GoldConfig, state: GoldState, measured: Measured, value:
             now, most = _apart(ratio, config.overfit_ratio, 1)
             found.append(("overfit", f"overfit: val loss is {now}x the training loss, overfit_ratio is {most}x"))
 
-    minimised = config.target[0]
+    minimised, at_gold = config.target[0], {} if state.gold is None else state.gold.losses
     offenders = [
         f"{_shown(name)} {r.before:.4f}→{r.now:.4f} ({r.delta:+.4f} ± {r.half_interval:.4f})"
         for name, r in measured.regressed.items()
         if (name in config.subject_to if config.subject_to else name != minimised)
+        # A set that is no worse than at the gold loses nothing by this candidate, though it has been better between.
+        and not (at_gold.get(name) is not None and r.now <= at_gold[name])
     ]
     if offenders:
         found.append(("regression", f"eval regression: {', '.join(offenders)}"))

@@ -128,9 +128,14 @@ def test_an_eval_without_the_minimised_set_decides_nothing_and_is_no_confirmatio
     config = GoldConfig(overfit_ratio=None, subject_to={"code": Limit(0.1)})
     evals = [measured(i, primary=v, code=2.0) for i, v in enumerate([3.0, 3.1, 3.2, 2.5], start=1)]
     state, decisions = run(config, evals)
-    assert state.pending == Pending(4, 2.5, 2)
+    assert state.pending == Pending(4, 2.5, 2, {"primary": 2.5, "code": 2.0})
     state, none = decide(config, state, measured(5, code=1.0))
-    assert none == [] and state.pending == Pending(4, 2.5, 2) and state.rises == 0 and state.last == 2.5
+    assert (
+        none == []
+        and state.pending == Pending(4, 2.5, 2, {"primary": 2.5, "code": 2.0})
+        and state.rises == 0
+        and state.last == 2.5
+    )
     assert state.sets["code"].lowest == 1.0  # what it did measure is remembered
     _, decisions = decide(config, state, measured(6, primary=2.6, code=1.2))
     assert [told(d) for d in decisions] == ["gold 4"]
@@ -194,6 +199,32 @@ def test_a_regression_of_a_guarded_set():
     domain = GoldConfig(minimise="domain/loss")
     blocked = run(domain, [measured(10, primary=2.6, domain=1.0, regressed={"primary": CODE})])[1][0][0]
     assert blocked.reason == "eval regression: val 2.1000→2.6000 (+0.5000 ± 0.0400)"  # its name in the record
+
+
+def test_a_regressed_set_that_is_no_worse_than_at_the_gold_does_not_object():
+    def at(step, primary, code, now=None):
+        regressed = {} if now is None else {"code": Regressed(2.0, now, now - 2.0, 0.01)}
+        return measured(step, primary=primary, code=code, regressed=regressed)
+
+    # The gold of 10 has code 2.4. In between code was 2.0 without a better primary.
+    evals = [at(10, 3.0, 2.4), at(20, 3.1, 2.0), at(30, 2.9, 2.5, 2.5), at(40, 2.8, 2.4, 2.4), at(50, 2.7, 2.41, 2.41)]
+    state, decisions = run(OFF, evals)
+    assert [[told(d) for d in ds] for ds in decisions] == [["gold 10"], [], ["blocked 30"], ["gold 40"], ["blocked 50"]]
+    assert state.gold.losses == {"primary": 2.8, "code": 2.4}  # what counts from now on
+    assert GoldState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    # A set that the gold's eval did not measure, or whose loss is not finite, still objects.
+    state, _ = run(OFF, [measured(10, primary=3.0)])
+    assert told(decide(OFF, state, at(20, 2.9, 2.1, 2.1))[1][0]) == "blocked 20"
+    state, _ = run(OFF, [at(10, 3.0, 2.4)])
+    assert told(decide(OFF, state, at(20, 2.9, math.nan, math.nan))[1][0]) == "blocked 20"
+    # A dip that the next eval confirms has the losses of its own eval.
+    state, _ = run(TREND, [*(at(i, 3 + i / 10, 2.4) for i in range(3)), at(3, 2.9, 2.2)])
+    state, decisions = decide(TREND, state, at(4, 2.95, 2.3))
+    assert [told(d) for d in decisions] == ["gold 3"] and state.gold.losses["code"] == 2.2
+    # As an older version wrote the state, without losses: as if they had not been measured.
+    saved = state.to_json()
+    del saved["gold"]["losses"]
+    assert told(decide(OFF, GoldState.from_json(saved), at(5, 2.8, 2.1, 2.1))[1][0]) == "blocked 5"
 
 
 def test_limits_from_the_lowest_and_from_the_start():
@@ -277,7 +308,7 @@ def test_a_dip_after_rises_must_be_confirmed(values, expected):
 def test_the_words_of_a_dip_that_was_not_confirmed():
     evals = [measured(10 * i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 3.3, 2.8], start=1)]
     state, _ = run(TREND, evals)
-    assert state.pending == Pending(50, 2.8, 3) and state.gold.step == 10
+    assert state.pending == Pending(50, 2.8, 3, {"primary": 2.8}) and state.gold.step == 10
     assert kept_steps(state) == {10, 50}
     after, [blocked] = decide(TREND, state, measured(60, primary=3.4))
     assert blocked == Blocked(
@@ -330,7 +361,7 @@ def test_rises_before_there_is_a_gold():
     state, decisions = run(config, evals)
     assert [ds[0].guard for ds in decisions] == ["overfit"] * 3 and state.gold is None
     state, none = decide(config, state, measured(4, primary=3.1))
-    assert none == [] and state.pending == Pending(4, 3.1, 2)
+    assert none == [] and state.pending == Pending(4, 3.1, 2, {"primary": 3.1})
     assert [told(d) for d in decide(config, state, measured(5, primary=9.0))[1]] == [
         "gold 4"
     ]  # there is nothing better
@@ -356,7 +387,7 @@ GATED = GoldConfig(overfit_ratio=None, gate="./gate")
 
 def test_a_gate_is_asked_before_anything_is_gold():
     state, [candidate] = decide(GATED, GoldState(), measured(10, primary=3.0))
-    assert candidate == Candidate(10, "primary/loss", 3.0)
+    assert candidate == Candidate(10, "primary/loss", 3.0, {"primary": 3.0})
     assert state.gold is None and kept_steps(state) == set() and needed_steps(state, [candidate]) == {10}
     state, [gold] = accepted(state, candidate, 0.5)
     assert gold == Gold(10, "primary/loss", 3.0, None, None, 0.5) and state.gold.score == 0.5
@@ -381,8 +412,8 @@ def test_a_gate_is_asked_before_anything_is_gold():
 def test_the_gate_is_asked_about_the_dip_when_it_vetoes_what_surpassed_it():
     state, _ = run(TREND, [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 2.8], start=1)])
     state, [candidate] = decide(GATED, state, measured(5, primary=2.7))
-    dip = Candidate(4, "primary/loss", 2.8)
-    assert candidate == Candidate(5, "primary/loss", 2.7, instead=dip)
+    dip = Candidate(4, "primary/loss", 2.8, {"primary": 2.8})
+    assert candidate == Candidate(5, "primary/loss", 2.7, {"primary": 2.7}, instead=dip)
     assert needed_steps(state, [candidate]) == {1, 4, 5}
     after, [blocked, following] = vetoed(state, candidate, "no")
     assert told(blocked) == "blocked 5" and following == dip and needed_steps(after, [blocked, following]) == {1, 4}
@@ -396,7 +427,8 @@ def test_the_gate_is_asked_about_the_confirming_eval_when_it_vetoes_the_dip():
     before, _ = run(TREND, [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 2.8], start=1)])
     for confirming in (2.9, 2.8):  # a tie, too
         state, [candidate] = decide(GATED, before, measured(5, primary=confirming))
-        assert candidate == Candidate(4, "primary/loss", 2.8, instead=Candidate(5, "primary/loss", confirming))
+        own = Candidate(5, "primary/loss", confirming, {"primary": confirming})
+        assert candidate == Candidate(4, "primary/loss", 2.8, {"primary": 2.8}, instead=own)
         assert needed_steps(state, [candidate]) == {1, 4, 5}
         after, [blocked, following] = vetoed(state, candidate, "no")
         after, [gold] = accepted(after, following)
@@ -413,7 +445,7 @@ def test_a_value_below_the_gold_that_rises_is_no_dip():
         state, [blocked] = decide(TREND, state, measured(step, primary=value, regressed={"code": CODE}))
         assert told(blocked) == f"blocked {step}"
     assert [told(d) for d in decide(TREND, state, measured(5, primary=2.6))[1]] == ["gold 5"]
-    assert decide(TREND, state, measured(5, primary=2.3))[0].pending == Pending(5, 2.3, 2)
+    assert decide(TREND, state, measured(5, primary=2.3))[0].pending == Pending(5, 2.3, 2, {"primary": 2.3})
 
 
 # What must hold whatever the sequence.

@@ -457,6 +457,8 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
         "step": 20,
         "value": pytest.approx(events(run_dir, "gold_checkpoint")[-1]["value"], abs=1e-6),
         "score": 1.0,
+        "losses": {name: pytest.approx(load_run(run_dir).evals(name)[4][1], abs=1e-6) for name in ("law", "code")}
+        | {"primary": pytest.approx(load_run(run_dir).evals()[4][1], abs=1e-6)},
     }
 
 
