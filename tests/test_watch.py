@@ -236,7 +236,7 @@ def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
     assert alarm["step"] == 3 and changes[0] == (0, {"web": [0.5, 1.0], "law": [0.5, 0.0]})
 
 
-def test_an_alarm_names_a_learning_rate_that_was_raised(tmp_path, monkeypatch):
+def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):
     measured, evals = Suite.run, []
 
     def worse_at_the_end(self, params, names=None):
@@ -250,7 +250,14 @@ def test_an_alarm_names_a_learning_rate_that_was_raised(tmp_path, monkeypatch):
         tmp_path / "run",
         phases=[
             {"name": "a", "until": 3, "mixture": {"web": 1.0}, "lr": {"peak": 1e-3}},
-            {"name": "b", "until": "end", "mixture": {"web": 1.0}, "lr": {"peak": 4e-3}},
+            {
+                "name": "b",
+                "until": "end",
+                "mixture": {"web": 1.0},
+                "lr": {"peak": 4e-3},
+                "batch_size": 2,
+                "grad_accum": 2,
+            },
         ],
         evalsets={"every": 1, "primary": {"held_out_of": "web"}},
         train={"steps": 5, "batch_size": 4, "seq_len": 32},
@@ -262,7 +269,9 @@ def test_an_alarm_names_a_learning_rate_that_was_raised(tmp_path, monkeypatch):
     assert alarm["step"] == 4
     raised = [1e-3, 4e-3]  # since step 0 too: up to the end of the warmup, 1e-3, is no rise
     assert rates == {"start": (0, raised), "phase_start": (3, raised), "best": (3, raised)}
-    assert "(since step 3: learning rate 0.001 → 0.004)" in (tmp_path / "run/train.log").read_text()
+    assert alarm["offenders"][0]["shape_change"] == {"batch_size": [4, 2]}
+    told = "(since step 3: batch_size 4 → 2, learning rate 0.001 → 0.004)"
+    assert told in (tmp_path / "run/train.log").read_text()
 
 
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from curriculum.record.events import number
@@ -131,13 +131,16 @@ def share_moves(shares: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def shape_moves(event: dict[str, Any]) -> list[str]:
     """The changes that a phase switch makes to the shape of updates, and what it passes over for them."""
-    moves = []
     before, after = event["shape_before"], event["shape_after"]
-    for key in dict.fromkeys(["seq_len", *before, *after]):
-        was, now = before.get(key), after.get(key)
-        if was != now:
-            moves.append(f"{shape_title(key)} {shape_text(key, was)} → {shape_text(key, now)}")
-    return [*moves, *_left_out(event)]
+    keys = dict.fromkeys(["seq_len", *before, *after])
+    changes = {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+    return [*_shape_changes(changes), *_left_out(event)]
+
+
+def _shape_changes(changes: Mapping[str, Sequence[Any]]) -> list[str]:
+    return [
+        f"{shape_title(key)} {shape_text(key, was)} → {shape_text(key, now)}" for key, (was, now) in changes.items()
+    ]
 
 
 def _left_out(event: dict[str, Any]) -> list[str]:
@@ -194,9 +197,10 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
 
 
 def what_changed(pair: Mapping[str, Any]) -> list[str]:
-    """What changed in training since the baseline of an offender: shares of the mixture, and a learning rate raised."""
+    """What changed in training since the baseline of an offender: mixture, shape of updates, and a rate that rose."""
     moves = share_moves(pair["mixture_change"])
-    if raised := pair.get("rate_rise"):  # older runs do not say it
+    moves += _shape_changes(pair.get("shape_change", {}))  # older runs say neither this nor a rate's rise
+    if raised := pair.get("rate_rise"):
         moves.append(f"learning rate {raised[0]:.3g} → {raised[1]:.3g}")
     return moves
 

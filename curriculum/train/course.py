@@ -110,13 +110,17 @@ class Course:
         """The steps at which a phase ends, as currently planned; they include the run's end."""
         return self.schedule.phase_ends
 
+    def segment_at(self, done: int) -> Segment:
+        """The segment of the newest of `done` updates; at 0, of the first update."""
+        return self.schedule.segment_at(_newest(done))
+
     def phase_at(self, done: int) -> str:
         """The phase of the newest of `done` updates; at 0, of the first update."""
-        return self.schedule.segment_at(_newest(done)).phase
+        return self.segment_at(done).phase
 
     def mixture_at(self, done: int) -> dict[str, float]:
         """The shares of the sources at the newest of `done` updates; at 0, at the first update."""
-        return self.schedule.segment_at(_newest(done)).mixture_at(_newest(done))
+        return self.segment_at(done).mixture_at(_newest(done))
 
     def rate_at(self, done: int) -> float:
         """The learning rate of the newest of `done` updates; at 0, of the first update."""

@@ -13,7 +13,7 @@ from curriculum.config import Config
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
 from curriculum.record.wording import MOST_NAMED, largest, smallest_rise
-from curriculum.scheduling import num_due
+from curriculum.scheduling import num_due, shape_of
 from evalsets.metrics import WindowResults, summarise
 from evalsets.regressions import (
     BASELINES,
@@ -328,6 +328,7 @@ def _interval(change: Change) -> list[float] | None:
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
     then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
+    shape_then, shape_now = (shape_of(setup.course.segment_at(s), setup.config) for s in (baseline_step, step))
     first_piece = setup.course.schedule.segments[0].lr[0]
     warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
     rate = setup.course.rate_at(max(baseline_step, warm))
@@ -350,6 +351,11 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
             source: [then.get(source, 0.0), now.get(source, 0.0)]
             for source in dict.fromkeys([*setup.config.sources, *then, *now])  # some may be gone from the config
             if then.get(source, 0.0) != now.get(source, 0.0)
+        },
+        "shape_change": {
+            key: [shape_then[key], shape_now[key]]
+            for key in shape_now
+            if shape_then[key] != shape_now[key] and key != "grad_accum"  # which changes memory and time alone
         },
         "rate_rise": [rate, highest] if highest > _RAISED * rate else None,  # a fall is no reason
     }
