@@ -60,7 +60,8 @@ class Evaluated(NamedTuple):
 
     comparisons: how each set that was measured before compares with its baselines.
     recovered: the alarms that ended at this eval.
-    worse: the sets that raised an alarm at this eval.
+    worse: the sets that raised an alarm at this eval. An alarm against a baseline that is no newer than that of one
+        that stands already is the same rise, and raises none.
     newly: those of `worse` whose standing alarms are all from phases before this one.
     standing: every current alarm of the sets that the run measures, by set.
     warned: the sets without an alarm that rose by more than chance alone often does.
@@ -183,7 +184,8 @@ class Watch:
                 for b in np.flatnonzero(before_B & ~now_B)
             ]
             standing[name] = [_pair(setup, step, name, comparison, b) for b in np.flatnonzero(now_B)]
-            if any(now_B & ~before_B):
+            known = np.max(comparison.baseline_steps_B[before_B], initial=-1)
+            if any(now_B & ~before_B & (comparison.baseline_steps_B > known)):
                 worse.append(name)
         return {name: pairs for name, pairs in standing.items() if pairs}, recovered, worse
 
@@ -249,17 +251,17 @@ def _phase_at(bounds: Sequence[tuple[str, int, int]], step: int) -> int:
 
 
 def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
-    """A note on the sets that newly rose by more than chance alone often does, but too little for an alarm."""
+    """A note on the sets without an alarm that newly rose by more than chance alone often does."""
     risen, by_t = {}, {}
     for name, c in comparisons.items():
         new_B = (c.states_B == WARNED) & (c.states_before_B == OK)
-        if new_B.any():
+        if new_B.any() and not np.any(c.states_B == REGRESSED):
             b = int(np.argmax(np.where(new_B, c.t_B, -np.inf)))
             rise = f"{record_name(name)} {c.delta_B[b]:+.4f} against {BASELINES[b]}"
             risen[name] = f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})"
             by_t[name] = float(c.t_B[b])
     told = ", ".join(largest(by_t, risen.__getitem__, MOST_NAMED))
-    return [f"worse, but it may be chance: {told}"] if risen else []
+    return [f"maybe worse: {told}"] if risen else []
 
 
 def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
