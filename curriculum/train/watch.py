@@ -267,7 +267,9 @@ def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
 def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a `Watched` from their JSON, in which a float that is not finite is a string."""
 
-    def array(values: list) -> np.ndarray:
+    def array(values: Any) -> np.ndarray:
+        if not isinstance(values, list):
+            return np.array(number(values))
         kinds = {type(value) for value in values}
         return np.array(values) if kinds == {int} else np.array([number(value) for value in values])
 
