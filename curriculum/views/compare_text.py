@@ -121,8 +121,8 @@ def notes(comparison: ComparedRuns) -> list[str]:
     lines.append(
         "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. Their "
         "intervals cover the choice of held-out text alone, and hold for these checkpoints only, not for neighbouring "
-        f"ones or the recipes: the seed alone moves a final loss by about {SEED_SPREAD_NATS} nats "
-        "(standard deviation at 124M parameters)."
+        f"ones or the recipes: another seed moves a final loss too, by about {SEED_SPREAD_NATS} nats in a long run of "
+        "124M parameters (standard deviation), and by far more in small and short ones."
     )
     return lines
 
