@@ -582,6 +582,14 @@ def test_what_went_wrong_in_training_is_a_line_each(tmp_path):
         "trouble skipped 5 updates up to step 80: 2 not finite, 3 with a loss or gradient norm far above the recent ones"
         in text
     )
+    for few, num in ((True, 3), (False, 4)):
+        calm = write_run(tmp_path / f"calm-{few}", LOSSES)
+        skips = {"skipped_updates": num, "skipped_nonfinite": 0, "skipped_outliers": num}
+        with open(calm / "metrics.jsonl", "a") as metrics:
+            metrics.write(json.dumps({"step": 100, **skips}) + "\n")
+        told = shown(calm)
+        line = f"skipped {num} updates up to step 100: {num} with a loss or"
+        assert f"{'training' if few else 'trouble'} {line}" in told and ("trouble" in told) is not few
     assert "trouble rolled back once" in text
     assert "trouble diverged at step 80: bad again | the last good checkpoint is of step 60" in text
     assert "trouble" not in shown(tmp_path / "whole")

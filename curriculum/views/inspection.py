@@ -30,7 +30,7 @@ from curriculum.record.queries import (
     standing_regressions,
     warned_sets,
 )
-from curriculum.record.sentences import skipped_line, verdict
+from curriculum.record.sentences import skipped_counts, skipped_line, verdict
 from curriculum.run import Run
 from curriculum.run_directory import step_folders
 
@@ -75,6 +75,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "last_event_at": last["timestamp"],
             "newest_row": row and {key: row.get(key) for key in ("step", "loss", "lr", "tokens_per_sec")},
             "skipped": skipped_line(row, {}) if row else None,
+            "skips_are_few": bool(row) and _few_skips(row),
             # Not a count: if the run went back to one checkpoint twice, the record keeps the second rollback only.
             "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
             "unsaved": _unsaved(events),
@@ -227,6 +228,13 @@ def _commands(run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | 
     if any(checkpoints.values()):
         commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
+
+
+def _few_skips(row: Mapping[str, Any]) -> bool:
+    """Whether no more updates were skipped than of many a healthy run: outliers alone, 3 or one of a hundred."""
+    counts = skipped_counts(row)
+    outliers = counts.get("skipped_outliers", 0)
+    return counts.get("skipped_updates") == outliers and outliers <= max(3, row["step"] / 100)
 
 
 def ended_early_of(run: Run) -> int | None:

@@ -71,6 +71,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     if warned := [name for name, e in facts["evals"].items() if e["warned"]]:
         risen = "risen more than chance usually explains, but too little for an alarm"
         lines.append(f"  maybe worse   {', '.join(warned)}: {risen}")
+    lines += [f"  training      {progress['skipped']}"] if progress["skipped"] and progress["skips_are_few"] else []
     lines += [f"  trouble       {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:
@@ -128,10 +129,11 @@ def model_text(model: Mapping[str, Any]) -> str:
 
 
 def troubles(progress: Mapping[str, Any]) -> list[str]:
-    """What went wrong in training, a line each: skipped updates, rollbacks, checkpoints not saved, divergence."""
+    """What went wrong in training, a line each: many skipped updates, rollbacks, checkpoints not saved, divergence."""
     rollbacks = progress["num_rollbacks"]
     rolled_back = f"rolled back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
-    return [line for line in (progress["skipped"], rolled_back, progress["unsaved"], progress["diverged"]) if line]
+    skipped = None if progress["skips_are_few"] else progress["skipped"]
+    return [line for line in (skipped, rolled_back, progress["unsaved"], progress["diverged"]) if line]
 
 
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
