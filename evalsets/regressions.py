@@ -36,7 +36,7 @@ class Watched(NamedTuple):
     baseline_steps_B: int64 [..., B], the step at which each baseline was measured.
     baseline_nats_BN: float64 [..., B, N], nats of each window then.
     states_B: int8 [..., B], OK, WARNED or REGRESSED.
-    first_steps_B: int64 [..., B], the step at which the standing alarm was raised; -1 if none stands.
+    first_steps_B: int64 [..., B], the step at which the standing alarm was raised, see `observe`; -1 if none stands.
     recovery_deltas_B: float64 [..., B], the rise above which that alarm stays; NaN if none stands.
     history_steps_H, history_phases_H: int64 [NUM_HISTORY], step and phase of the last evals, oldest first; the phase is
         -1 in empty places and for the eval before the first update.
@@ -137,7 +137,8 @@ def observe(
     regresses if t exceeds the quantile or its loss is not finite. It stays regressed until t is below 1 by each of
     three errors: the present one, that of the alarm, and three item errors. A large rise inflates the scatter too, and
     more noise is no recovery. If only the baseline is not finite, no alarm is raised and a standing one ends.
-    At a level of 0 or less a set regresses only if its loss is not finite.
+    At a level of 0 or less a set regresses only if its loss is not finite. An alarm against a baseline that is no newer
+    than the newest one with a standing alarm is of the same rise: it counts as raised when that one was.
 
     `untaught`: the eval at step 0 was of random parameters, and nothing like the set's text was trained on since. If
     the set has never been below that eval either, it is `unlearned`: there is nothing that could be lost, and it
@@ -173,16 +174,21 @@ def observe(
         too_small = (of_items * sem_item_B[..., BEST] > tolerance) & (tolerance > 0) & (level > 0)
 
     before_B = watched.states_B
+    stood_B = before_B == REGRESSED
     unlearned = np.asarray(untaught & (watched.baseline_steps_B[..., BEST] == 0))
     learned_B = ~unlearned[..., None]
     worse_B = (learned_B & (t_B > critical[..., None])) | ~np.isfinite(loss)[..., None]
     at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _RECOVER_ITEMS * sem_item_B)
-    stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
+    stays_B = stood_B & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
     milder_B = np.where(learned_B & (t_B > _WARN_T), WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
-    since_B = np.where(before_B == REGRESSED, watched.first_steps_B, step)
+    stood_steps_B = np.where(stood_B, watched.baseline_steps_B, -1)
+    newest = np.argmax(stood_steps_B, axis=-1, keepdims=True)
+    same_rise_B = watched.baseline_steps_B <= np.max(stood_steps_B, axis=-1, keepdims=True)
+    since_B = np.where(same_rise_B, np.take_along_axis(watched.first_steps_B, newest, axis=-1), step)
+    since_B = np.where(stood_B, watched.first_steps_B, since_B)
     first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
-    recovery_deltas_B = np.where(before_B == REGRESSED, watched.recovery_deltas_B, tolerance + _RECOVER_T * sem_B)
+    recovery_deltas_B = np.where(stood_B, watched.recovery_deltas_B, tolerance + _RECOVER_T * sem_B)
     recovery_deltas_B = np.where(states_B == REGRESSED, recovery_deltas_B, np.nan)
     comparison = Comparison(
         baseline_steps_B=watched.baseline_steps_B,

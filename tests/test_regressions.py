@@ -272,6 +272,40 @@ def test_an_alarm_does_not_end_because_nothing_is_known_any_more():
     assert [state for _, state in told] == [REGRESSED] * 6 + [OK] and told[5][0]
 
 
+@pytest.mark.parametrize(
+    "before, steps, raised_before, raised",
+    [
+        ((OK, OK, OK), (0, 20, 30), (-1, -1, -1), (40, 40, 40)),
+        ((OK, OK, REGRESSED), (0, 20, 30), (-1, -1, 35), (35, 35, 35)),  # the same rise, by now larger
+        ((OK, WARNED, REGRESSED), (0, 30, 30), (-1, -1, 35), (35, 35, 35)),
+        ((REGRESSED, OK, OK), (0, 20, 30), (10, -1, -1), (10, 40, 40)),  # another rise, from a lower loss since
+        ((REGRESSED, OK, REGRESSED), (0, 20, 25), (10, -1, 35), (10, 35, 35)),
+    ],
+)
+def test_an_alarm_against_an_older_baseline_than_one_that_stands_is_of_the_same_rise(
+    before, steps, raised_before, raised
+):
+    tokens_N, document_N = regular()
+    watched = begin(0, 0, tokens_N * np.linspace(2, 3, 37), tokens_N)
+    watched = watched._replace(
+        states_B=np.array(before, np.int8),
+        baseline_steps_B=np.array(steps),
+        first_steps_B=np.array(raised_before),
+        recovery_deltas_B=np.where(np.array(before) == REGRESSED, 0.1, np.nan),
+    )
+    nats_N = alternating(9.0, 0.1, tokens_N)
+    after, seen = observe(watched, 40, 0, nats_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    assert seen.states_B.tolist() == [REGRESSED] * 3
+    assert tuple(seen.first_steps_B) == tuple(after.first_steps_B) == raised
+    one_and_two = watched._replace(
+        **{key: np.stack([array, array]) for key, array in watched._asdict().items() if not key.endswith("_H")},
+        history_losses_H=np.stack([watched.history_losses_H] * 2),
+    )
+    nats_XN = np.stack([nats_N, tokens_N * np.linspace(1, 2, 37)])  # the second recovers
+    _, both = observe(one_and_two, 40, 0, nats_XN, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    assert both.first_steps_B.tolist() == [list(raised), [-1] * 3]
+
+
 def test_an_alarm_against_the_phase_start_ends_with_the_phase():
     story = Story()
     assert story.eval(5.0).states_B.tolist() == [REGRESSED] * 3

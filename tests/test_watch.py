@@ -17,7 +17,7 @@ from curriculum.train.trainer import train
 from curriculum.train.watch import Watch, _newly_warned, transfer_matrix
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
-from evalsets.regressions import BASELINES, OK, REGRESSED, WARNED, begin, observe
+from evalsets.regressions import OK, REGRESSED, WARNED, begin, observe
 from evalsets.suite import Suite
 
 
@@ -118,32 +118,6 @@ def test_a_set_is_newly_worse_with_its_first_alarm_in_a_phase(monkeypatch, since
     watch = Watch(standing={} if since is None else {"code": [{"baseline": "best", "first_step": since}]})
     _, evaluated = watch.with_eval(setup, step, {})
     assert evaluated.newly == (["code"] if newly else [])
-
-
-@pytest.mark.parametrize(
-    "before, now, steps, worse",
-    [
-        ((OK, OK, OK), (OK, OK, REGRESSED), (0, 20, 30), True),
-        ((OK, OK, REGRESSED), (REGRESSED, REGRESSED, REGRESSED), (0, 20, 30), False),  # the same rise, by now larger
-        ((OK, OK, REGRESSED), (OK, REGRESSED, REGRESSED), (0, 30, 30), False),
-        ((REGRESSED, OK, OK), (REGRESSED, OK, REGRESSED), (0, 20, 30), True),  # another rise, from a lower loss since
-        ((OK, OK, REGRESSED), (REGRESSED, OK, OK), (0, 20, 30), False),
-        ((OK, OK, REGRESSED), (OK, OK, REGRESSED), (0, 20, 30), False),
-    ],
-)
-def test_an_alarm_against_an_older_baseline_than_one_that_stands_is_none_of_its_own(
-    monkeypatch, before, now, steps, worse
-):
-    monkeypatch.setattr("curriculum.train.watch._pair", lambda *a: {"baseline": BASELINES[a[-1]], "first_step": 40})
-    comparison = SimpleNamespace(
-        states_before_B=np.array(before), states_B=np.array(now), baseline_steps_B=np.array(steps)
-    )
-    standing = {"code": [{"baseline": BASELINES[b], "first_step": 30} for b in range(3) if before[b] == REGRESSED]}
-    now_standing, recovered, found = Watch(standing=standing)._verdicts(None, 40, {"code": comparison})
-    assert found == (["code"] if worse else [])
-    assert [pair["baseline"] for pair in now_standing["code"]] == [
-        BASELINES[b] for b in range(3) if now[b] == REGRESSED
-    ]
 
 
 def test_a_set_of_copies_and_one_of_a_single_document_are_told():

@@ -60,8 +60,7 @@ class Evaluated(NamedTuple):
 
     comparisons: how each set that was measured before compares with its baselines.
     recovered: the alarms that ended at this eval.
-    worse: the sets that raised an alarm at this eval. An alarm against a baseline that is no newer than that of one
-        that stands already is the same rise, and raises none.
+    worse: the sets that raised an alarm at this eval.
     newly: those of `worse` whose standing alarms are all from phases before this one.
     standing: every current alarm of the sets that the run measures, by set.
     warned: the sets without an alarm that rose by more than chance alone often does.
@@ -184,8 +183,7 @@ class Watch:
                 for b in np.flatnonzero(before_B & ~now_B)
             ]
             standing[name] = [_pair(setup, step, name, comparison, b) for b in np.flatnonzero(now_B)]
-            known = np.max(comparison.baseline_steps_B[before_B], initial=-1)
-            if any(now_B & ~before_B & (comparison.baseline_steps_B > known)):
+            if any(comparison.first_steps_B == step):
                 worse.append(name)
         return {name: pairs for name, pairs in standing.items() if pairs}, recovered, worse
 
