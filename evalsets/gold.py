@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Best:
-    """The gold; `score` is the gate's, None if it gave none. `losses`: the last loss of each set then."""
+    """The gold; `score` is the gate's, None if it gave none. `losses`: of the sets that were measured at its eval."""
 
     step: int
     value: float
@@ -196,7 +196,7 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
     if not measured.is_candidate:
         return replace(state, start=value), []
 
-    losses = {name: memory.last for name, memory in state.sets.items()}
+    losses = {name: state.sets[name].last for name in measured.summaries}
     decisions: list[Decision] = []
     passed = own = None
     if pending is not None:

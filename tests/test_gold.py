@@ -215,6 +215,8 @@ def test_a_regressed_set_that_is_no_worse_than_at_the_gold_does_not_object():
     # A set that the gold's eval did not measure, or whose loss is not finite, still objects.
     state, _ = run(OFF, [measured(10, primary=3.0)])
     assert told(decide(OFF, state, at(20, 2.9, 2.1, 2.1))[1][0]) == "blocked 20"
+    state, _ = run(OFF, [measured(5, code=2.4), measured(10, primary=3.0)])
+    assert told(decide(OFF, state, at(20, 2.9, 2.1, 2.1))[1][0]) == "blocked 20"
     state, _ = run(OFF, [at(10, 3.0, 2.4)])
     assert told(decide(OFF, state, at(20, 2.9, math.nan, math.nan))[1][0]) == "blocked 20"
     # A dip that the next eval confirms has the losses of its own eval.
