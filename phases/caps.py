@@ -71,9 +71,8 @@ def _until_the_end(
                 return [*segments, replace(segment, end=end)], False
             if name is None:
                 read = segment.cursors_at(segment.end)[goal.source] / supplies[goal.source].num_tokens
-                message = (
-                    f"{goal.text!r} is not reached before the run's end at step {segment.end} ({read:.3g} by then)"
-                )
+                by_then = f"{math.floor(1000 * read) / 1000:g} by then"  # rounded down: it is less than asked for
+                message = f"{goal.text!r} is not reached before the run's end at step {segment.end} ({by_then})"
                 fail(f"{path}.until", f"{message}; ask for fewer epochs, raise train.steps or the source's proportion")
         if name is None:
             return [*segments, segment], False
