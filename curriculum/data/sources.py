@@ -114,7 +114,7 @@ def suffix_of(path: str) -> str:
 
 
 def compression_of(path: str) -> str | None:
-    """How a file is compressed, by its name; None if it is not, or if its format sees to it."""
+    """How a file is compressed, by its name; None if that does not say so."""
     return COMPRESSED.get(os.path.splitext(path.lower())[1])
 
 
