@@ -23,9 +23,9 @@ START, PHASE_START, BEST = range(3)
 OK, WARNED, REGRESSED = range(3)
 
 NUM_HISTORY = 24  # evals from which the scatter of a set is measured
-_WARN_T, _RECOVER_T, _RECOVER_ITEMS = 1.645, 1.0, 3.0
+_WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
-_UNMEASURED = 2.5  # what unmeasured jitter is taken to be, in the smallest item errors
+_UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in item errors
 _CHANCE, _BENT = 1e-4, 2.0  # tail of the bounds by which two measures of the jitter are compared, and how
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
@@ -41,8 +41,6 @@ class Watched(NamedTuple):
     history_steps_H, history_phases_H: int64 [NUM_HISTORY], step and phase of the last evals, oldest first; the phase is
         -1 in empty places and for the eval before the first update.
     history_losses_H: float64 [..., NUM_HISTORY], NaN in empty places.
-    least_item: float64 [...], the smallest positive item error of a comparison yet; NaN before the first, and where an
-        older version wrote the memory.
     """
 
     baseline_steps_B: np.ndarray
@@ -53,7 +51,6 @@ class Watched(NamedTuple):
     history_steps_H: np.ndarray
     history_phases_H: np.ndarray
     history_losses_H: np.ndarray
-    least_item: np.ndarray = np.array(np.nan)
 
 
 class Comparison(NamedTuple):
@@ -62,11 +59,10 @@ class Comparison(NamedTuple):
     Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_B`, the standard error of that rise,
     and its parts `sem_item_B` and `jitter_B`; `t_B`, NaN if it cannot be computed; `low_B` and `high_B`, the 95 %
     interval of delta; the state before and after; the step at which the standing alarm was raised, or -1.
-    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is taken as 2.5 times the
-    smallest item error yet, or as what was measured if that is more); `df`, and `critical`, which t must exceed for an
-    alarm; `detectable`, see `observe`; `too_small`, whether the item error alone makes the detectable rise more than
-    twice the tolerance; `unlearned`, see `observe`; `spent`, how much of the run's false-alarm probability this eval
-    used.
+    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is taken as twice the item
+    error, or as what was measured if that is more); `df`, and `critical`, which t must exceed for an alarm;
+    `detectable`, see `observe`; `too_small`, whether the item error alone makes the detectable rise more than twice the
+    tolerance; `unlearned`, see `observe`; `spent`, how much of the run's false-alarm probability this eval used.
     For all: `clusters` ('documents' or 'blocks') and their number; `no_verdict`, why no verdict is possible, or None.
     """
 
@@ -113,7 +109,6 @@ def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray)
         history_steps_H=np.zeros(NUM_HISTORY, np.int64),
         history_phases_H=np.full(NUM_HISTORY, -1, np.int64),
         history_losses_H=np.full((*lead, NUM_HISTORY), np.nan),
-        least_item=np.full(lead, np.nan),
     )
     return _remember(nothing, step, phase_index, _loss(nats_XN, tokens_N))
 
@@ -135,10 +130,11 @@ def observe(
     SE^2 = SE_item^2 + 2 jitter^2, and t = (delta - tolerance) / SE is compared with Student's quantile at `level`, the
     false-alarm probability of one comparison, with min(nu, clusters - 1) degrees of freedom (10 for nu below 3). A set
     regresses if t exceeds the quantile or its loss is not finite. It stays regressed until t is below 1 by each of
-    three errors: the present one, that of the alarm, and three item errors. A large rise inflates the scatter too, and
-    more noise is no recovery. If only the baseline is not finite, no alarm is raised and a standing one ends.
+    three errors: the present one, that of the alarm, and that of unmeasured jitter. A large rise inflates the scatter
+    too, and more noise is no recovery. If only the baseline is not finite, no alarm is raised and a standing one ends.
     At a level of 0 or less a set regresses only if its loss is not finite. An alarm against a baseline that is no newer
-    than the newest one with a standing alarm is of the same rise: it counts as raised when that one was.
+    than the newest one with a standing alarm is of the same rise: it counts as raised when that one was. A loss that is
+    not finite is a rise of its own.
 
     `untaught`: the eval at step 0 was of random parameters, and nothing like the set's text was trained on since. If
     the set has never been below that eval either, it is `unlearned`: there is nothing that could be lost, and it
@@ -157,12 +153,8 @@ def observe(
 
     with np.errstate(invalid="ignore", divide="ignore"):
         delta_B, sem_item_B = clustered_ratio(now_XN[..., None, :] - watched.baseline_nats_BN, tokens_N, cluster_N)
-        positive_B = np.where(sem_item_B > 0, sem_item_B, np.nan)
-        least_item = np.fmin(watched.least_item, np.fmin.reduce(positive_B, axis=-1))
         measured, nu = checkpoint_jitter(watched)
-        jitter_B, sem_B, df = _errors(
-            sem_item_B, measured[..., None], nu[..., None], num_clusters, least_item[..., None]
-        )
+        jitter_B, sem_B, df = _errors(sem_item_B, measured[..., None], nu[..., None], num_clusters)
         df = df[..., 0]
         t_B = (delta_B - tolerance) / sem_B
         t_B = np.where((sem_B == 0) & (delta_B == tolerance), 0.0, t_B)
@@ -178,13 +170,14 @@ def observe(
     unlearned = np.asarray(untaught & (watched.baseline_steps_B[..., BEST] == 0))
     learned_B = ~unlearned[..., None]
     worse_B = (learned_B & (t_B > critical[..., None])) | ~np.isfinite(loss)[..., None]
-    at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _RECOVER_ITEMS * sem_item_B)
+    at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _unmeasured_sem(sem_item_B))
     stays_B = stood_B & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
     milder_B = np.where(learned_B & (t_B > _WARN_T), WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
     stood_steps_B = np.where(stood_B, watched.baseline_steps_B, -1)
     newest = np.argmax(stood_steps_B, axis=-1, keepdims=True)
     same_rise_B = watched.baseline_steps_B <= np.max(stood_steps_B, axis=-1, keepdims=True)
+    same_rise_B &= np.isfinite(loss)[..., None]
     since_B = np.where(same_rise_B, np.take_along_axis(watched.first_steps_B, newest, axis=-1), step)
     since_B = np.where(stood_B, watched.first_steps_B, since_B)
     first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
@@ -220,9 +213,7 @@ def observe(
     better = (loss < best_loss) | (np.isnan(best_loss) & np.isfinite(loss))
     if better.any():
         watched = _replace_baseline(watched, BEST, step, now_XN, better)
-    watched = watched._replace(
-        states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B, least_item=least_item
-    )
+    watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B)
     return _remember(watched, step, phase_index, loss), comparison
 
 
@@ -372,7 +363,7 @@ def transfer(
 
     def change(now_N: np.ndarray, before_N: np.ndarray) -> Change:
         delta, sem_item, num_clusters, _ = paired_difference(now_N, before_N, tokens_N, document_N)
-        _, sem, df = _errors(sem_item, *checkpoint_jitter(watched), num_clusters, watched.least_item)
+        _, sem, df = _errors(sem_item, *checkpoint_jitter(watched), num_clusters)
         half = student_quantile((1 - _CONFIDENCE) / 2, df) * sem
         return Change(float(delta), float(delta - half), float(delta + half))
 
@@ -386,17 +377,18 @@ def transfer(
 
 
 def _errors(
-    sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int, least_item: np.ndarray
+    sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(jitter, standard error, degrees of freedom) of a difference between two checkpoints, both of which jitter.
-
-    Jitter that is not measured is taken from the smallest item error yet, that of checkpoints which are close: the
-    item error of a rise grows with the rise, as no rise is even over the documents, and would hide it.
-    """
+    """(jitter, standard error, degrees of freedom) of a difference between two checkpoints, both of which jitter."""
     few = nu < MIN_NU
-    jitter = np.where(few, np.fmax(_UNMEASURED * np.fmin(least_item, sem_item), jitter), jitter)
+    jitter = np.where(few, np.fmax(_UNMEASURED * sem_item, jitter), jitter)
     sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
     return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)
+
+
+def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
+    """The standard error if the jitter is not measured."""
+    return math.sqrt(1 + 2 * _UNMEASURED**2) * sem_item
 
 
 def _no_verdict(num_clusters: int, level: float) -> str | None:

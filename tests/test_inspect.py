@@ -338,6 +338,11 @@ def test_regressions_stand_until_they_recover_or_their_phase_ends():
     early = {**offender("law", "best", 0, first_step=10), "step": 15}
     (stale,) = standing_regressions([first_eval, event("eval_regression", 20, phase="a", offenders=[early])])
     assert stale["step"] == 15 and standing_regressions([first_eval, closing])[0]["step"] == 20
+    # What joins a standing alarm is told by the eval alone.
+    joined = [offender("code", "best", 0, first_step=10), offender("code", "phase_start", 0, first_step=10)]
+    joining = event("eval", 20, phase="a", joined=joined)
+    assert standing(first_eval, alarm, joining)[2:] == [("code", "start"), ("code", "best"), ("code", "phase_start")]
+    assert standing(first_eval, alarm, joining, switch)[1:] == [("code", "start"), ("code", "best")]
     # One of a set that the run goes on without ends.
     gone = event("resume", 20, evalsets={"primary": {}, "general": {}})
     assert standing(first_eval, alarm, gone) == [("general", "best"), ("general", "phase_start")]

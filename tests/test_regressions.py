@@ -9,7 +9,6 @@ from evalsets.config import RegressionConfig
 from evalsets.metrics import clustered_ratio, paired_difference
 from evalsets.regressions import (
     BEST,
-    MIN_NU,
     OK,
     PHASE_START,
     REGRESSED,
@@ -82,7 +81,7 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
     document_N = np.repeat(np.arange(25), rng.integers(1, 5, 25))
     tokens_N = rng.integers(1, 65, len(document_N))
     tolerance, boundaries = 0.01, {11: 1, 13: 2, 30: 3}  # index of the eval -> phase after it; one phase is of 2 evals
-    evals, nats, phase, phase_start, nus, items = [], [], 0, 0, set(), []
+    evals, nats, phase, phase_start, nus = [], [], 0, 0, set()
     for k in range(60):
         step = 20 * k + (k % 3)  # not evenly spaced
         noise_N = rng.normal(0, 0.05, 25)[document_N] + rng.normal(0, 0.02, len(document_N))
@@ -101,11 +100,9 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
             assert (seen.num_clusters, seen.clusters) == (25, "documents")
             assert (seen.nu, seen.df) == pytest.approx((nu, df), rel=1e-12)
             assert seen.loss == pytest.approx(loss, rel=1e-12)
-            found = [slow_difference(nats[k], nats[b], tokens_N, document_N) for b in (0, phase_start, best)]
-            items += [item for _, item, _ in found]
             for b, k_before in enumerate((0, phase_start, best)):
-                delta, item, _ = found[b]
-                jitter = measured if nu >= 3 else np.fmax(2.5 * min(items), measured)
+                delta, item, _ = slow_difference(nats[k], nats[k_before], tokens_N, document_N)
+                jitter = measured if nu >= 3 else np.fmax(2 * item, measured)
                 sem = math.sqrt(item**2 + 2 * jitter**2)
                 half = float(student_quantile(0.025, df)) * sem
                 assert seen.baseline_steps_B[b] == evals[k_before][0]
@@ -152,14 +149,14 @@ def test_the_curvature_of_a_falling_loss_is_hardly_scatter(fall):
 def test_three_documents_by_hand():
     # Windows of 2, 2, 4, 4 tokens in 3 documents, 12 tokens; differences 1, 1, 4, 0: delta = 6/12.
     # u = (1 - 1) + (1 - 1), 4 - 2, 0 - 2: SE_item^2 = 3/2 * 8 / 12^2 = 1/12. Nothing is known of the jitter, so it is
-    # 2.5 times that: SE^2 = 13.5/12. The degrees of freedom are those of 3 documents, and for 2 there is a closed form.
+    # twice that: SE^2 = 9/12. The degrees of freedom are those of 3 documents, and for 2 there is a closed form.
     tokens_N, document_N = np.array([2, 2, 4, 4]), np.array([5, 5, 6, 9])
     watched = begin(0, 0, np.array([3.0, 5.0, 10.0, 6.0]), tokens_N)
     _, seen = observe(watched, 7, 0, np.array([4.0, 6.0, 14.0, 6.0]), tokens_N, document_N, tolerance=0.25, level=0.005)
-    sem = math.sqrt(13.5 / 12)
+    sem = math.sqrt(9 / 12)
     assert seen.delta_B.tolist() == [0.5] * 3
     assert seen.sem_item_B == pytest.approx(math.sqrt(1 / 12), rel=1e-14)
-    assert seen.jitter_B == pytest.approx(math.sqrt(6.25 / 12), rel=1e-14)
+    assert seen.jitter_B == pytest.approx(math.sqrt(4 / 12), rel=1e-14)
     assert seen.sem_B == pytest.approx(sem, rel=1e-14)
     assert seen.t_B == pytest.approx(0.25 / sem, rel=1e-14)
     assert (seen.nu, seen.df) == (0, 2)
@@ -186,8 +183,8 @@ def alternating(loss, wave, tokens_N):
 class Story:
     """Evals of one set whose standard error is 0.03 against any earlier eval, on 10 degrees of freedom.
 
-    The first eval is flat; later ones have an item error of 0.03 / sqrt(13.5) against it; and each is said to be of a
-    phase of its own, so that there is never a line to fit and the jitter is 2.5 times the item error.
+    The first eval is flat; later ones have an item error of 0.01 against it; and each is said to be of a phase of its
+    own, so that there is never a line to fit and the jitter is twice the item error.
     """
 
     def __init__(self, tolerance=0.0):
@@ -197,7 +194,7 @@ class Story:
 
     def eval(self, t, level=LEVEL):
         """The eval whose t against the first is this; the comparison."""
-        wave = 0.03 / math.sqrt(13.5) * math.sqrt(37)
+        wave = 0.01 * math.sqrt(37)
         nats_N = alternating(2.0 + self.tolerance + 0.03 * t, wave, self.tokens_N)
         return self.measure(nats_N if math.isfinite(t) else self.tokens_N * t, level)
 
@@ -221,7 +218,7 @@ class Story:
 def test_ok_warned_regressed_recovered(tolerance):
     story = Story(tolerance)
     told = []
-    for t in (0.5, 1.64, 1.65, 1.2, 4.1, 4.2, 4.1, 0.82, 0.81, 1.7, 6.0, 7.0):
+    for t in (0.5, 1.64, 1.65, 1.2, 4.1, 4.2, 4.1, 1.01, 0.99, 1.7, 6.0, 7.0):
         seen = story.eval(t)
         assert seen.t_B == pytest.approx(t, rel=1e-9) and seen.critical == pytest.approx(CRITICAL_10, rel=1e-12)
         assert seen.sem_B == pytest.approx(0.03, rel=1e-9) and seen.df == 10
@@ -237,7 +234,7 @@ def test_ok_warned_regressed_recovered(tolerance):
         (OK, WARNED, -1),
         (WARNED, REGRESSED, 60),
         (REGRESSED, REGRESSED, 60),  # below the critical value, and still not recovered
-        (REGRESSED, REGRESSED, 60),  # 3 item errors are 0.8165 of the standard error
+        (REGRESSED, REGRESSED, 60),
         (REGRESSED, OK, -1),
         (OK, WARNED, -1),
         (WARNED, REGRESSED, 110),
@@ -268,7 +265,7 @@ def test_an_alarm_does_not_end_because_nothing_is_known_any_more():
         nats_N = alternating(loss, wave, tokens_N)
         watched, seen = observe(watched, step, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=1e-4)
         told.append((seen.t_B[START] < 1, int(seen.states_B[START])))
-    # Item errors are wave / sqrt(41): the alarm's error was 3.7 * 1.87, and 2 is below that; now 3 of them are 3 * 0.078.
+    # Item errors are wave / sqrt(41): the alarm's error was 3 * 1.87, and 2 is below that; now it is 3 * 0.078.
     assert [state for _, state in told] == [REGRESSED] * 6 + [OK] and told[5][0]
 
 
@@ -297,6 +294,8 @@ def test_an_alarm_against_an_older_baseline_than_one_that_stands_is_of_the_same_
     after, seen = observe(watched, 40, 0, nats_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
     assert seen.states_B.tolist() == [REGRESSED] * 3
     assert tuple(seen.first_steps_B) == tuple(after.first_steps_B) == raised
+    _, endless = observe(watched, 40, 0, np.inf * tokens_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    assert tuple(endless.first_steps_B) == tuple(40 if first == -1 else first for first in raised_before)
     one_and_two = watched._replace(
         **{key: np.stack([array, array]) for key, array in watched._asdict().items() if not key.endswith("_H")},
         history_losses_H=np.stack([watched.history_losses_H] * 2),
@@ -352,7 +351,7 @@ def test_a_memory_is_not_changed_by_what_follows():
     kept = [np.copy(array) for array in before]
     story.eval(-9.0)
     begin_phase(before, 99, story.nats_N)
-    assert len(kept) == 9 and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, kept, strict=True))
+    assert len(kept) == 8 and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, kept, strict=True))
 
 
 # Equal, nearly equal and unmeasurable evals
@@ -641,23 +640,6 @@ def test_a_set_that_nothing_was_taught_of_is_no_worse_until_it_has_been_better()
     assert states == [REGRESSED] * 3 and not seen.unlearned
 
 
-@pytest.mark.parametrize("rise", [0.0, 0.25])
-def test_an_uneven_rise_in_the_first_evals_does_not_hide_itself(rise):
-    """The item error of a rise grows with it; the scatter of checkpoints, taken from item errors until known, must not."""
-    rng = np.random.default_rng(4)
-    tokens_N, document_N = regular(24)
-    share_N = rng.gamma(4.0, 0.25, 24)  # of the rise by document: mean 1, standard deviation 0.5
-    start_N = rng.normal(3, 0.3, 24)
-    watched = begin(0, -1, tokens_N * start_N, tokens_N)
-    alarmed = []
-    for k in range(1, 8):
-        nats_N = tokens_N * (start_N + rng.normal(0, 0.03, 24) + rise * (k - 1) / 6 * share_N)
-        watched, seen = observe(watched, k, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=1e-4)
-        assert seen.nu < MIN_NU
-        alarmed.append(bool(np.any(seen.states_B == REGRESSED)))
-    assert alarmed[4:] == [rise > 0] * 3 and not any(alarmed[:2])
-
-
 # Transfer
 
 
@@ -674,11 +656,11 @@ def test_transfer_by_hand():
     got = transfer(watched, [first_N, second_N, None, last_N], tokens_N, document_N)
     assert got.start == 4.0 and got.best == 2
     assert got.losses == [pytest.approx(3.0), pytest.approx(2.0), None, pytest.approx(2.5)]
-    # No phase has 3 evals: the jitter is 2.5 times the smallest item error, which is that of the last and the first. The
-    # item errors are (wave of the difference) / sqrt(37); there are 10 degrees of freedom.
-    half = 2.2281388519862744 * math.sqrt(0.04**2 + 2 * (2.5 * 0.01) ** 2) / math.sqrt(37)
+    # No phase has 3 evals: the jitter is twice the item error and the half width 2.2281 * 3 * (wave of the difference)
+    # / sqrt(37), with 10 degrees of freedom.
+    half = 2.2281388519862744 * 3 * 0.04 / math.sqrt(37)
     assert got.forgetting == pytest.approx((0.5, 0.5 - half, 0.5 + half), rel=1e-9)
-    half = 2.2281388519862744 * math.sqrt(0.01**2 + 2 * (2.5 * 0.01) ** 2) / math.sqrt(37)
+    half = 2.2281388519862744 * 3 * 0.01 / math.sqrt(37)
     assert got.gain == pytest.approx((1.5, 1.5 - half, 1.5 + half), rel=1e-9)
 
 
@@ -816,7 +798,7 @@ def test_runs_in_which_checkpoints_scatter_more_than_documents(rho, tolerance, a
     assert alarmed_share(rng, 1000, rho, tolerance, item_error=0.01, jitter=0.02) <= at_most
 
 
-@pytest.mark.parametrize(("tolerance", "at_most"), [(0.01, 0.25), (0.02, 0.05), (0.03, 0.01)])
+@pytest.mark.parametrize(("tolerance", "at_most"), [(0.01, 0.35), (0.02, 0.07), (0.03, 0.02)])
 def test_sets_so_large_that_their_scatter_is_not_known_at_first(tolerance, at_most):
     """What docs/evals.md says of them: a document error of 0.001 beside a scatter of 0.009."""
     rng = np.random.default_rng([9, int(100 * tolerance)])

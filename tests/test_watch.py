@@ -17,7 +17,7 @@ from curriculum.train.trainer import train
 from curriculum.train.watch import Watch, _newly_warned, transfer_matrix
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
-from evalsets.regressions import OK, REGRESSED, WARNED, begin, observe
+from evalsets.regressions import BASELINES, BEST, OK, REGRESSED, WARNED, begin, observe
 from evalsets.suite import Suite
 
 
@@ -91,11 +91,8 @@ def test_a_memory_is_the_same_after_it_is_saved():
     watched = begin(0, -1, tokens_N * 2.0, tokens_N)
     watched, _ = observe(watched, 1, 0, tokens_N * 3.0, tokens_N, document_N, tolerance=0.01, level=0.01)
     watch = Watch({"primary": watched})
-    saved = watch.to_json()
-    again = Watch.of(saved, watch.baselines()).sets["primary"]
+    again = Watch.of(watch.to_json(), watch.baselines()).sets["primary"]
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, watched, strict=True))
-    del saved["sets"]["primary"]["least_item"]  # as an older version wrote it
-    assert np.isnan(Watch.of(saved, watch.baselines()).sets["primary"].least_item)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +115,28 @@ def test_a_set_is_newly_worse_with_its_first_alarm_in_a_phase(monkeypatch, since
     watch = Watch(standing={} if since is None else {"code": [{"baseline": "best", "first_step": since}]})
     _, evaluated = watch.with_eval(setup, step, {})
     assert evaluated.newly == (["code"] if newly else [])
+
+
+def test_what_joins_a_standing_alarm_raises_none(monkeypatch):
+    def pair(setup, step, name, comparison, b):
+        return {"baseline": BASELINES[b], "first_step": int(comparison.first_steps_B[b])}
+
+    def compared(*first_steps):
+        regressed_B = np.where(np.array(first_steps) == -1, OK, REGRESSED)
+        before_B = np.where(np.array(first_steps) == 30, REGRESSED, OK) * (np.arange(3) == BEST)
+        return SimpleNamespace(states_before_B=before_B, states_B=regressed_B, first_steps_B=np.array(first_steps))
+
+    comparisons = {"joins": compared(30, -1, 30), "stands": compared(-1, -1, 30), "another": compared(-1, 40, 30)}
+    monkeypatch.setattr("curriculum.train.watch._pair", pair)
+    monkeypatch.setattr("curriculum.train.watch.summarise", lambda result: result)
+    monkeypatch.setattr(Watch, "_compared", lambda self, *_: (self, comparisons))
+    monkeypatch.setattr(Watch, "_notes", lambda *_: ([], ()))
+    course = SimpleNamespace(schedule=SimpleNamespace(phase_bounds=(("one", 0, 200),)))
+    setup = SimpleNamespace(course=course, corpus=SimpleNamespace(evalsets=comparisons))
+    watch = Watch(standing={name: [{"baseline": "best", "first_step": 30}] for name in comparisons})
+    _, evaluated = watch.with_eval(setup, 40, {})
+    assert evaluated.worse == ["another"]
+    assert evaluated.joined == [{"baseline": "start", "first_step": 30}]
 
 
 def test_a_set_of_copies_and_one_of_a_single_document_are_told():

@@ -101,10 +101,11 @@ def source_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The offenders of `eval_regression` events that have not recovered, as last recorded.
+    """The offenders of `eval_regression` events, and what `eval` events say joined them, that have not recovered.
 
-    Each has the `phase` of that event, the `step` at which it was measured, and as `now` the {step, loss} of its set's
-    last eval. Alarms against a phase's start end with the phase, those of a set when the run goes on without the set.
+    As last recorded. Each has the `phase` of that event, the `step` at which it was measured, and as `now` the {step,
+    loss} of its set's last eval. Alarms against a phase's start end with the phase, those of a set when the run goes on
+    without the set.
     """
     standing: dict[tuple[str, str], dict[str, Any]] = {}
     phase, last = None, {}
@@ -113,6 +114,8 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
             case "eval":
                 phase = event["phase"] if phase is None else phase
                 last |= {name: {"step": event["step"], "loss": found.loss} for name, found in eval_sets(event).items()}
+                for o in event.get("joined", []):
+                    standing[o["set"], o["baseline"]] = {"step": event["step"], **o, "phase": event["phase"]}
             case "phase_switch":
                 phase = event["new_phase"]
             case "eval_regression":

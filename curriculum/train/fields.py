@@ -194,6 +194,8 @@ def eval_event(
         fields["detectable"] = {record_name(name): _rounded(c.detectable) for name, c in comparisons.items()}
     if evaluated.standing:
         fields["regressed"] = [record_name(name) for name in evaluated.standing]
+    if evaluated.joined:
+        fields["joined"] = list(evaluated.joined)
     if evaluated.warned:
         fields["warned"] = [record_name(name) for name in evaluated.warned]
     if evaluated.notes:

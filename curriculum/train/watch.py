@@ -65,6 +65,7 @@ class Evaluated(NamedTuple):
     standing: every current alarm of the sets that the run measures, by set.
     warned: the sets without an alarm that rose by more than chance alone often does.
     notes: remarks about the sets, in words.
+    joined: those of `standing` that are new, but of a rise whose alarm stood already.
     """
 
     summaries: Mapping[str, Summary]
@@ -75,6 +76,7 @@ class Evaluated(NamedTuple):
     standing: Mapping[str, Sequence[Pair]]
     warned: Sequence[str]
     notes: Sequence[str]
+    joined: Sequence[Pair] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Watch:
         _, begun, _ = bounds[_phase_at(bounds, step)]
         if step:  # those of the first eval are in `training_start`
             notes += evalset_warnings(setup.corpus.evalsets[name] for name in results if name not in self.sets)
+        stood = {(name, pair["baseline"]) for name, pairs in self.standing.items() for pair in pairs}
         evaluated = Evaluated(
             summaries={name: summarise(result) for name, result in results.items()},
             comparisons=comparisons,
@@ -135,6 +138,12 @@ class Watch:
             worse=worse,
             newly=[n for n in worse if all(pair["first_step"] <= begun for pair in self.standing.get(n, ()))],
             standing={name: pairs for name, pairs in standing.items() if name in setup.corpus.evalsets},
+            joined=[
+                pair
+                for name, pairs in standing.items()
+                for pair in pairs
+                if (name, pair["baseline"]) not in stood and pair["first_step"] != step
+            ],
             warned=[name for name, c in comparisons.items() if name not in standing and np.any(c.states_B == WARNED)],
             notes=notes,
         )
@@ -194,7 +203,7 @@ class Watch:
 
         Said once: the smallest rise that each set can show, as soon as its scatter is known well; which sets are too
         small for their tolerance; which sets rose above the untrained model's loss before their source was read;
-        and that the run's false-alarm probability is used up. Said when it begins: which sets may be worse by chance.
+        and that the run's false-alarm probability is used up. Said when it begins: which sets may be worse.
         """
         notes, told = [], list(self.told)
         tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
@@ -265,9 +274,7 @@ def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
 def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a `Watched` from their JSON, in which a float that is not finite is a string."""
 
-    def array(values: Any) -> np.ndarray:
-        if not isinstance(values, list):
-            return np.array(number(values))
+    def array(values: list) -> np.ndarray:
         kinds = {type(value) for value in values}
         return np.array(values) if kinds == {int} else np.array([number(value) for value in values])
 
@@ -333,7 +340,7 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
     shape_then, shape_now = (shape_of(setup.course.segment_at(s), setup.config) for s in (baseline_step, step))
     first_piece = setup.course.schedule.segments[0].lr[0]
     warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
-    rate = setup.course.rate_at(max(baseline_step, warm))
+    rate = setup.course.rate_at(max(baseline_step, min(warm, step)))
     highest = float(np.max(setup.course.rates[baseline_step:step], initial=0))
     return {
         "set": record_name(name),
