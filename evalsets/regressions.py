@@ -25,7 +25,7 @@ OK, WARNED, REGRESSED = range(3)
 NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
-_UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in item errors
+_UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in typical item errors
 _CHANCE, _BENT = 1e-4, 2.0  # tail of the bounds by which two measures of the jitter are compared, and how
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
@@ -41,6 +41,8 @@ class Watched(NamedTuple):
     history_steps_H, history_phases_H: int64 [NUM_HISTORY], step and phase of the last evals, oldest first; the phase is
         -1 in empty places and for the eval before the first update.
     history_losses_H: float64 [..., NUM_HISTORY], NaN in empty places.
+    history_items_H: float64 [..., NUM_HISTORY], the smallest positive item error that each eval had against a baseline;
+        NaN in empty places, for the first eval, and where an older version wrote the memory.
     """
 
     baseline_steps_B: np.ndarray
@@ -51,6 +53,7 @@ class Watched(NamedTuple):
     history_steps_H: np.ndarray
     history_phases_H: np.ndarray
     history_losses_H: np.ndarray
+    history_items_H: np.ndarray = np.full(NUM_HISTORY, np.nan)
 
 
 class Comparison(NamedTuple):
@@ -59,8 +62,8 @@ class Comparison(NamedTuple):
     Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_B`, the standard error of that rise,
     and its parts `sem_item_B` and `jitter_B`; `t_B`, NaN if it cannot be computed; `low_B` and `high_B`, the 95 %
     interval of delta; the state before and after; the step at which the standing alarm was raised, or -1.
-    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is taken as twice the item
-    error, or as what was measured if that is more); `df`, and `critical`, which t must exceed for an alarm;
+    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is taken as twice the typical
+    item error, or as what was measured if that is more); `df`, and `critical`, which t must exceed for an alarm;
     `detectable`, see `observe`; `too_small`, whether the item error alone makes the detectable rise more than twice the
     tolerance; `unlearned`, see `observe`; `spent`, how much of the run's false-alarm probability this eval used.
     For all: `clusters` ('documents' or 'blocks') and their number; `no_verdict`, why no verdict is possible, or None.
@@ -109,8 +112,9 @@ def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray)
         history_steps_H=np.zeros(NUM_HISTORY, np.int64),
         history_phases_H=np.full(NUM_HISTORY, -1, np.int64),
         history_losses_H=np.full((*lead, NUM_HISTORY), np.nan),
+        history_items_H=np.full((*lead, NUM_HISTORY), np.nan),
     )
-    return _remember(nothing, step, phase_index, _loss(nats_XN, tokens_N))
+    return _remember(nothing, step, phase_index, _loss(nats_XN, tokens_N), np.full(lead, np.nan))
 
 
 def observe(
@@ -154,7 +158,9 @@ def observe(
     with np.errstate(invalid="ignore", divide="ignore"):
         delta_B, sem_item_B = clustered_ratio(now_XN[..., None, :] - watched.baseline_nats_BN, tokens_N, cluster_N)
         measured, nu = checkpoint_jitter(watched)
-        jitter_B, sem_B, df = _errors(sem_item_B, measured[..., None], nu[..., None], num_clusters)
+        item = np.fmin.reduce(np.where(sem_item_B > 0, sem_item_B, np.nan), axis=-1)
+        typical = _typical_item(watched, item)[..., None]
+        jitter_B, sem_B, df = _errors(sem_item_B, measured[..., None], nu[..., None], num_clusters, typical)
         df = df[..., 0]
         t_B = (delta_B - tolerance) / sem_B
         t_B = np.where((sem_B == 0) & (delta_B == tolerance), 0.0, t_B)
@@ -214,7 +220,7 @@ def observe(
     if better.any():
         watched = _replace_baseline(watched, BEST, step, now_XN, better)
     watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B)
-    return _remember(watched, step, phase_index, loss), comparison
+    return _remember(watched, step, phase_index, loss, item), comparison
 
 
 def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
@@ -361,9 +367,11 @@ def transfer(
     finite = [i for i, loss in enumerate(losses) if i >= first and loss is not None and math.isfinite(loss)]
     best = min(finite, key=losses.__getitem__, default=None)
 
+    typical_item = _typical_item(watched, np.asarray(np.nan))
+
     def change(now_N: np.ndarray, before_N: np.ndarray) -> Change:
         delta, sem_item, num_clusters, _ = paired_difference(now_N, before_N, tokens_N, document_N)
-        _, sem, df = _errors(sem_item, *checkpoint_jitter(watched), num_clusters)
+        _, sem, df = _errors(sem_item, *checkpoint_jitter(watched), num_clusters, typical_item)
         half = student_quantile((1 - _CONFIDENCE) / 2, df) * sem
         return Change(float(delta), float(delta - half), float(delta + half))
 
@@ -377,13 +385,24 @@ def transfer(
 
 
 def _errors(
-    sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int
+    sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int, typical_item: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(jitter, standard error, degrees of freedom) of a difference between two checkpoints, both of which jitter."""
     few = nu < MIN_NU
-    jitter = np.where(few, np.fmax(_UNMEASURED * sem_item, jitter), jitter)
+    jitter = np.where(few, np.fmax(_UNMEASURED * np.fmin(typical_item, sem_item), jitter), jitter)
     sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
     return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)
+
+
+def _typical_item(watched: Watched, item: np.ndarray) -> np.ndarray:
+    """The median of the item errors of the last evals and of the next, `item`; NaN if there is none.
+
+    Unmeasured jitter is taken from it rather than from the item error at hand, which grows with a rise, as no rise is
+    even over the documents: a large one would hide itself. A median, as two evals may be much closer than most.
+    """
+    items_XH = np.concatenate([watched.history_items_H, item[..., None]], axis=-1)
+    some_X = np.any(np.isfinite(items_XH), axis=-1)
+    return np.where(some_X, np.nanmedian(np.where(some_X[..., None], items_XH, 0.0), axis=-1), np.nan)
 
 
 def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
@@ -429,9 +448,10 @@ def _replace_baseline(watched: Watched, baseline: int, step: int, nats_N: np.nda
     return watched._replace(baseline_steps_B=steps_B, baseline_nats_BN=nats_BN)
 
 
-def _remember(watched: Watched, step: int, phase_index: int, loss: np.ndarray) -> Watched:
+def _remember(watched: Watched, step: int, phase_index: int, loss: np.ndarray, item: np.ndarray) -> Watched:
     return watched._replace(
         history_steps_H=np.append(watched.history_steps_H[1:], step),
         history_phases_H=np.append(watched.history_phases_H[1:], phase_index),
         history_losses_H=np.concatenate([watched.history_losses_H[..., 1:], loss[..., None]], axis=-1),
+        history_items_H=np.concatenate([watched.history_items_H[..., 1:], item[..., None]], axis=-1),
     )
