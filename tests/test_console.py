@@ -105,7 +105,12 @@ def test_an_eval_is_two_lines(tmp_path):
 def test_an_eval_says_which_sets_are_worse_and_which_may_be(tmp_path):
     standing = {"regressed": ["general", "code"], "warned": ["domain"]}
     line = printed(tmp_path, start(), evaluated(350, 922.0, val=4.0, code=3.0) | standing)[-1]
-    assert line.endswith(" | phase: foundation | code 3.0000 | worse: general, code | maybe worse: domain")
+    assert line.endswith(
+        " | phase: foundation | code 3.0000 | worse: general, code | maybe worse: domain"
+    )  # older runs
+    standing["rises"] = {"general": 0.25, "code": "Infinity", "domain": 0.0625}
+    line = printed(tmp_path, start(), evaluated(350, 922.0, val=4.0, code=3.0) | standing)[-1]
+    assert line.endswith(" | code 3.0000 | worse: general +0.2500, code +inf | maybe worse: domain +0.0625")
 
 
 def test_of_many_sets_an_eval_shows_the_primary_one_and_those_that_are_worse(tmp_path):
@@ -294,6 +299,11 @@ VERDICTS = [
         stamped("eval_regression", 500, offenders=[OFFENDERS[2] | {"rate_rise": [2e-3, 0.015]}], action=None),
         "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
         "(since step 400: web 0.8 → 0.1, law 0 → 0.9, learning rate 0.002 → 0.015)",
+    ),
+    (
+        stamped("eval_regression", 500, offenders=[OFFENDERS[2] | {"repeated": {"law": [0.0, 6.125]}}], action=None),
+        "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9, epochs of law 0 → 6.12)",
     ),
     (
         stamped("eval_regression", 500, offenders=OFFENDERS[2:3], action="kept as kept/500"),

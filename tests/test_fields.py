@@ -3,6 +3,7 @@
 from contextlib import closing
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny_run import tiny_data, write_corpus
 
@@ -11,6 +12,7 @@ from curriculum.train import fields
 from curriculum.train.history import History
 from curriculum.train.setup import build
 from curriculum.train.watch import Evaluated
+from evalsets.regressions import OK, WARNED
 
 
 @pytest.fixture
@@ -34,16 +36,21 @@ def test_the_start_tells_what_the_standard_errors_of_each_set_rest_on(setup):
 
 
 def test_an_eval_calls_sets_by_their_names_in_the_record(setup):
-    comparisons = {name: SimpleNamespace(detectable=rise) for name, rise in (("primary", 0.25), ("law", float("inf")))}
-    alarms = {"standing": {"primary": [], "law": []}, "warned": ["primary"]}
+    risen = {"delta_B": np.array([0.5, 0.125, 0.0625]), "states_B": np.array([OK, WARNED, WARNED])}
+    comparisons = {
+        "primary": SimpleNamespace(detectable=0.25, **risen),
+        "law": SimpleNamespace(detectable=float("inf")),
+    }
+    alarms = {"standing": {"law": [{"delta": 0.75}, {"delta": 1.0}], "own": [{"delta": "NaN"}]}, "warned": ["primary"]}
     evaluated = Evaluated({}, comparisons, recovered=[], worse=[], newly=[], notes=["a note"], **alarms)
     assert fields.eval_event(setup, 1, evaluated, {}, 0.12345) == {
         "progress_pct": 8.3333,
         "lr": 1.5e-3,
         "phase": "a",
         "detectable": {"val": 0.25, "law": None},
-        "regressed": ["val", "law"],
+        "regressed": ["law", "own"],
         "warned": ["val"],
+        "rises": {"law": 1.0, "own": float("inf"), "val": 0.125},  # not the 0.5, which is not beyond chance
         "notes": ["a note"],
         "eval_duration_s": 0.123,
     }

@@ -114,6 +114,18 @@ def test_nothing_is_said_while_all_is_well_and_forgetting_is_told_at_once(told):
     assert all(pair["step"] == step for step, pair in alarms)  # every set is measured at every eval
 
 
+def test_each_eval_says_how_far_a_set_has_risen(told):
+    losses = {e["step"]: e["val_loss"] for e in events(told, "eval")}
+    (at_the_switch_back,) = [e for e in events(told, "eval") if e["step"] == BACK]
+    stood = {pair["baseline_step"] for step, pair in of_set(events(told, "eval_regression"), "val") if step < BACK}
+    above = max(losses[BACK] - losses[step] for step in stood)
+    assert "val" in at_the_switch_back["regressed"] and above > 0.1
+    assert at_the_switch_back["rises"]["val"] == pytest.approx(above, abs=2e-6)  # six decimals of each
+    assert f"worse: val {at_the_switch_back['rises']['val']:+.4f}" in (told / "train.log").read_text()
+    quiet = [e for e in events(told, "eval") if "regressed" not in e and "warned" not in e]
+    assert len(quiet) > 20 and not any("rises" in e for e in quiet)
+
+
 def test_what_an_alarm_says_is_what_the_windows_say(told):
     step, pair = of_set(events(told, "eval_regression"), "val")[0]
     now_N, tokens_N, document_N = windows(told, "primary", step)

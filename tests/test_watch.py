@@ -302,6 +302,35 @@ def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):
     assert told in (tmp_path / "run/train.log").read_text()
 
 
+def test_an_alarm_names_what_was_read_again(tmp_path, monkeypatch):
+    measured, evals = Suite.run, []
+
+    def worse_from_the_fourth_on(self, params, names=None):
+        evals.append(names)
+        scale = 3 if len(evals) > 4 else 1
+        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
+
+    monkeypatch.setattr(Suite, "run", worse_from_the_fourth_on)
+    tiny_train(
+        write_corpus(tmp_path),
+        tmp_path / "run",
+        sources={name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "80%"} for name in ("web", "law")},
+        phases=[{"name": "a", "until": "end", "mixture": {"web": 0.75, "law": 0.25}}],
+        evalsets={"every": 2, "primary": {"held_out_of": "web"}},
+        train={"steps": 12, "batch_size": 16, "seq_len": 32},
+    )
+    run = load_run(tmp_path / "run")
+    (alarm, *_) = [e for e in run.events if e["event"] == "eval_regression"]
+    size = run.events[0]["sources"]["web"]["tokens_per_epoch"]
+    then, now = (round(step * 12 * 32 / size, 3) for step in (6, 8))  # 12 of 16 sequences an update
+    assert alarm["step"] == 8 and now > 1.1
+    law = 8 * 4 * 32 / run.events[0]["sources"]["law"]["tokens_per_epoch"]
+    assert 0 < law < 1  # is read for the first time
+    again = {o["baseline"]: o["repeated"] for o in alarm["offenders"]}
+    assert again == {"start": {"web": [0.0, now]}, "phase_start": {"web": [0.0, now]}, "best": {"web": [then, now]}}
+    assert f"(since step 6: epochs of web {then:.3g} → {now:.3g})" in (tmp_path / "run/train.log").read_text()
+
+
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path, monkeypatch):
     sections = {
         "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],

@@ -328,7 +328,13 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
     losses = _losses(eval_sets(event), [*regressed, *warned])
     val = [losses.pop("val")] if "val" in losses else []
     standing = {"worse": regressed, "maybe worse": warned}
-    worse = [f"{how}: {first_of(names, MOST_NAMED)}" for how, names in standing.items() if names]
+    rises = {name: number(nats) for name, nats in event.get("rises", {}).items()}
+    risen = {name: f"{name} {nats:+.4f}" for name, nats in rises.items()}
+    worse = [
+        f"{how}: {first_of([risen.get(name, name) for name in names], MOST_NAMED)}"
+        for how, names in standing.items()
+        if names
+    ]
     yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values(), *worse])
     for average, sets in eval_averages(event).items():
         yield f"  {average}: " + " | ".join(_losses(sets, [*regressed, *warned]).values())

@@ -197,11 +197,17 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
 
 
 def what_changed(pair: Mapping[str, Any]) -> list[str]:
-    """What changed in training since the baseline of an offender: mixture, shape of updates, and a rate that rose."""
+    """What changed in training since the baseline of an offender.
+
+    That is the mixture, the shape of updates, a learning rate that rose, and what was read again.
+    """
     moves = share_moves(pair["mixture_change"])
-    moves += _shape_changes(pair.get("shape_change", {}))  # older runs say neither this nor a rate's rise
+    moves += _shape_changes(pair.get("shape_change", {}))  # older runs say neither this nor what follows
     if raised := pair.get("rate_rise"):
         moves.append(f"learning rate {raised[0]:.3g} → {raised[1]:.3g}")
+    again = pair.get("repeated", {})
+    by = {source: now - was for source, (was, now) in again.items()}
+    moves += largest(by, lambda source: f"epochs of {source} {again[source][0]:.3g} → {again[source][1]:.3g}")
     return moves
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from curriculum.model.model import count, num_parameters
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import eval_key, record_name
+from curriculum.record.sentences import rise
 from curriculum.scheduling import constant_tokens_per_step, describe_phases, shape_of, step_sizes
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.history import History
@@ -20,6 +21,7 @@ from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
 from curriculum.train.watch import Evaluated
 from evalsets.metrics import WindowResults, clusters, summarise
+from evalsets.regressions import WARNED
 from evalsets.summary import RECORDED, Summary
 from phases.rates import rate_spans
 from phases.schedule import Schedule
@@ -179,7 +181,7 @@ def eval_event(
     """The fields of an `eval` event.
 
     These are the losses of each set, for the raw parameters and for each average; the smallest rise that each set can
-    show; and the sets that are worse or may be.
+    show; and the sets that are worse or may be, with how far each is above the baseline that it rose most from.
     """
     course = setup.course
     fields: dict[str, Any] = {
@@ -198,6 +200,12 @@ def eval_event(
         fields["joined"] = list(evaluated.joined)
     if evaluated.warned:
         fields["warned"] = [record_name(name) for name in evaluated.warned]
+    rises = {name: max(map(rise, pairs)) for name, pairs in evaluated.standing.items()}
+    for name in evaluated.warned:
+        c = evaluated.comparisons[name]
+        rises[name] = float(np.max(c.delta_B[c.states_B == WARNED]))
+    if rises:
+        fields["rises"] = {record_name(name): round(nats, 6) for name, nats in rises.items()}
     if evaluated.notes:
         fields["notes"] = list(evaluated.notes)
     return fields | {"eval_duration_s": round(duration_s, 3)}

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # a field of Watched that is saved as an array, the rest as JSON
 _RAISED = 1.1  # a learning rate this many times as high may be why a set got worse
+_REPEATED = 0.1  # and so may this many epochs of a source that were read again
 _NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
 _ABOVE_UNTRAINED = "(above the untrained model) "  # and a set's name
 
@@ -342,6 +343,13 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
     warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
     rate = setup.course.rate_at(max(baseline_step, min(warm, step)))
     highest = float(np.max(setup.course.rates[baseline_step:step], initial=0))
+    sizes = setup.corpus.tokens_per_epoch
+    read_then, read_now = (setup.course.schedule.cursors_at(s) for s in (baseline_step, step))
+    epochs = {
+        source: [round(read.get(source, 0) / sizes[source], 3) for read in (read_then, read_now)]
+        for source in read_now
+        if sizes.get(source)
+    }
     return {
         "set": record_name(name),
         "step": step,  # of the measurement: later evals repeat a standing alarm, and may not measure its set
@@ -367,4 +375,5 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
             if shape_then[key] != shape_now[key] and key != "grad_accum"  # which changes memory and time alone
         },
         "rate_rise": [rate, highest] if highest > _RAISED * rate else None,  # a fall is no reason
+        "repeated": {source: [was, now] for source, (was, now) in epochs.items() if now - max(was, 1.0) >= _REPEATED},
     }
