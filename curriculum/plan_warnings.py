@@ -79,8 +79,8 @@ def schedule_warnings(
         cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None
         if cap is not None and cursors[name] > cap:
             most = f"beyond its max_epochs of {source.max_epochs:g}"
-            warnings.append(f"{name} is read {cursors[name] / size:.3g} times, {most}: it repeats")
-        if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
+            warnings.append(f"{name} is read {cursors[name] / size:.3g} times, {most}, as on_exhaust is repeat")
+        elif size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
             much[name] = cursors[name] / size
     warnings += _much_repeated(much)
     warnings += _replaced(config)

@@ -83,14 +83,21 @@ def _until_the_end(
             return before, False
         if supply.on_exhaust == "error":
             message = (
-                f"step {step} (phase {segment.phase}) would read more than {supply.max_epochs:g} epochs of {name} "
+                f"step {step} (phase {segment.phase}) would read more than {supply.cap_text} of {name} "
                 f"({supply.num_tokens:,} tokens an epoch); shorten the phase, lower its proportion, raise "
                 "max_epochs, or set on_exhaust to stop, renormalise or repeat"
             )
             fail(f"sources.{name}.max_epochs", message)
         segments = before
         if supply.on_exhaust == "stop":
-            why = f"the run stops at step {step}: {name} is limited to {supply.max_epochs:g} epochs"
+            if step == 0:
+                message = (
+                    f"the first update would read more than {supply.cap_text} of {name} ({supply.num_tokens:,} tokens "
+                    "an epoch), so nothing is left to train on; raise max_epochs, give the source more text, or lower "
+                    "train.batch_size"
+                )
+                fail(f"sources.{name}.max_epochs", message)
+            why = f"the run stops at step {step}: {name} is limited to {supply.cap_text}"
             if over_by_rounding:
                 why += f", and the update that reaches {goal.text!r} would read more; with on_exhaust error or "
                 why += "renormalise the phase ends here instead, and the run continues"

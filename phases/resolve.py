@@ -117,9 +117,6 @@ def _add_phases(
             problems += error.problems
             return False
         segments += inside
-        if not segments:
-            problems.append(("phases", "a source is exhausted before the first step: nothing is left to train on"))
-            return False
         if sizes_to_come and any(_may_stop_anywhere(curriculum.supplies[n]) for s in inside for n in s.quotas.sources):
             return False
     return True

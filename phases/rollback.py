@@ -78,8 +78,7 @@ def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
     for name in segment.quotas.sources:
         cap = supplies[name].cap_tokens
         if cap is not None and cursors[name] > max(cap, segment.cursors[name]):
-            epochs = f"{supplies[name].max_epochs:g} epochs"
-            raise RollbackRefused(f"more than {epochs} of {name} would be read by step {segment.end}")
+            raise RollbackRefused(f"more than {supplies[name].cap_text} of {name} would be read by step {segment.end}")
 
 
 def judged_from(schedule: Schedule) -> np.ndarray:

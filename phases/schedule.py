@@ -63,6 +63,11 @@ class SourceSupply:
         # From the decimal digits: the float 0.7 is slightly below 7/10, which would take a token off the cap.
         return int(Fraction(str(self.max_epochs)) * self.num_tokens)
 
+    @property
+    def cap_text(self) -> str:
+        """`max_epochs` in words."""
+        return f"{self.max_epochs:g} epoch{'' if self.max_epochs == 1 else 's'}"
+
 
 @dataclass(frozen=True)
 class Ramp:

@@ -176,7 +176,7 @@ def test_an_epoch_clock_and_a_cap_count_what_is_passed_over():
     assert schedule.phase_bounds[1] == ("b", 3, 4) and schedule.passed_over(3) == {"law": 64}
     capped = {**SUPPLIES, "law": SourceSupply(384, max_epochs=1)}
     ((path, message),) = problems(*phases, supplies=capped, total=10)
-    assert path == "sources.law.max_epochs" and message.startswith("step 4 (phase b) would read more than 1 epochs")
+    assert path == "sources.law.max_epochs" and message.startswith("step 4 (phase b) would read more than 1 epoch")
     # With half an epoch, 192 tokens, rounding up alone goes beyond the cap; what counts is the first row.
     half = {**SUPPLIES, "law": SourceSupply(384, max_epochs=0.5, on_exhaust="renormalise")}
     mixed = (phases[0], Phase("b", "end", {"web": 0.9, "law": 0.1}, batch_size=1))

@@ -115,7 +115,7 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
         return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "max_epochs" in w]
 
     # 97 sequences of 49.
-    assert warnings_of(1.5) == ["law is read 1.98 times, beyond its max_epochs of 1.5: it repeats"]
+    assert warnings_of(1.5) == ["law is read 1.98 times, beyond its max_epochs of 1.5, as on_exhaust is repeat"]
     assert warnings_of(2) == []
 
 

@@ -248,7 +248,7 @@ def test_a_run_that_a_source_stops_ends_where_it_did_and_with_the_raised_share()
         (-1, "web", "the run has no update after step -1", {}),
         (60, "elsewhere", "there is no source elsewhere", {}),
         (60, "new", "new has no training text", {"new": SourceSupply(0)}),
-        (60, "new", "step 64 [(]phase b[)] would read more than 1 epochs of new", {"new": SourceSupply(96, 1)}),
+        (60, "new", "step 64 [(]phase b[)] would read more than 1 epoch of new", {"new": SourceSupply(96, 1)}),
         (60, "new", "the run would end at step 64 instead of 120", {"new": SourceSupply(96, 1, "stop")}),
         (60, "new", "the run would end at step 60 instead of 120", {"new": SourceSupply(8, 1, "stop")}),
     ],

@@ -485,7 +485,17 @@ def test_a_stop_is_told_after_what_was_exhausted_before_it():
     told = resolved(Phase("a", "end", {"web": 0.5, "law": 0.5}), supplies=supplies).warnings
     assert told == (
         "from step 20 on, phase a continues without law, which is exhausted",
-        "the run stops at step 35: web is limited to 1 epochs",
+        "the run stops at step 35: web is limited to 1 epoch",
+    )
+
+
+def test_a_stop_before_the_first_update_is_an_error_of_its_source():
+    supplies = {"web": SourceSupply(1000, 0.001, "stop"), "law": SourceSupply(400)}
+    (problem,) = problems(Phase("a", 20, {"web": 0.5, "law": 0.5}), Phase("b", "end", {"law": 1.0}), supplies=supplies)
+    assert problem == (
+        "sources.web.max_epochs",
+        "the first update would read more than 0.001 epochs of web (1,000 tokens an epoch), so nothing is left to train "
+        "on; raise max_epochs, give the source more text, or lower train.batch_size",
     )
 
 
@@ -975,7 +985,7 @@ def test_a_run_that_stopped_does_not_go_on_with_what_a_new_segment_would_fit_in(
     whole = resolved(*phases, supplies=supplies)  # of law 2 sequences, then 3, and 4 are all there are
     assert whole.total_steps == 1 and whole.cursors_at(1)["law"] == 20
     again = after(whole.segments, *phases, supplies=supplies, lr=CONSTANT)
-    assert again == whole and "the run stops at step 1: law is limited to 1 epochs" in again.warnings[0]
+    assert again == whole and "the run stops at step 1: law is limited to 1 epoch" in again.warnings[0]
 
 
 def test_shares_that_come_again_need_no_new_tree():
