@@ -406,6 +406,25 @@ main.main()
         assert (done.returncode, done.stdout, done.stderr) == (130, "", f"interrupted{told}\n")
 
 
+def test_an_interrupted_import_ends_the_process_whatever_catches_what_it_raises():
+    code = """
+import os, signal
+from curriculum.cli.lasting import lasting
+before = signal.getsignal(signal.SIGINT)
+with lasting():
+    pass
+assert signal.getsignal(signal.SIGINT) is before
+try:
+    with lasting():
+        os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_what_is_imported_is_not_looked_through_for_garbage():
     before = gc.get_freeze_count()
     try:
