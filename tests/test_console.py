@@ -637,14 +637,14 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         start(),
         stamped("checkpoint", 75000),
         complete(gold_step=70000),
-        resume_command=lambda step, longer: f"resume {step}{' longer' if longer else ''}",
+        resume_command=lambda step, raised: f"resume {step} {raised or ''}",
     )
     link = "http://127.0.0.1:6006/?runFilter=%5Eexample-1%2F&tagFilter=eval_sets&smoothing=0#timeseries"
     assert lines[6:] == [
         "complete: 75000 steps, 7.4B tokens in 52.3h (39.2k tok/s) | train - | val 3.0500, best 3.0000",
         "  forgotten    code +0.2500 since base",
         "  not judged   single +0.3000 since base, too little text for a standard error",
-        f"  resume from  {run_dir}/checkpoints/75000: resume latest longer",
+        f"  resume from  {run_dir}/checkpoints/75000: resume latest train.steps",
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {program('tensorboard')} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
@@ -692,7 +692,7 @@ def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(70000, train_steps=80000))
     assert lines[9:11] == [
         "  ended early  at step 75000 of 80000: a source with on_exhaust: stop has been read max_epochs times",
-        f"  resume from  {tmp_path}/checkpoints/75000 with a higher max_epochs of it, or another on_exhaust",
+        f"  resume from  {tmp_path}/checkpoints/75000 with a higher sources.NAME.max_epochs",
     ]
 
 
@@ -705,10 +705,19 @@ def test_a_gold_that_is_what_the_run_began_with_is_said_to_be(tmp_path):
     ]
 
 
+def test_if_nothing_but_the_initial_parameters_passed_the_last_objection_is_told(tmp_path):
+    blocked = stamped("gold_blocked", 500, reason="eval regression: books 4.0→4.3", guard="regression")
+    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), blocked, complete(gold_step=0))
+    assert lines[-2:] == [
+        "               (gold blocked at step 500: eval regression: books 4.0→4.3;",
+        "               evalsets.gold: what is minimised, and in subject_to how far each set may rise)",
+    ]
+
+
 def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
     assert lines[9:] == [
-        f"  resume from  {tmp_path}/checkpoints/75000 with more train.steps",
+        f"  resume from  {tmp_path}/checkpoints/75000 with a higher train.steps",
         f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
     ]
 
@@ -745,11 +754,11 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     for step in (200, 60000, 65000, 75000):
         for item in CHECKPOINT_ITEMS:
             (tmp_path / f"checkpoints/{step}/{item}").mkdir(parents=True)
-    assert told((10, 1.0, 1.0)) == ["75000: latest True"]
-    before = "60000, before the rate's decay: 60000 True"
+    assert told((10, 1.0, 1.0)) == ["75000: latest train.steps"]
+    before = "60000, before the rate's decay: 60000 train.steps"
     assert told((10, 1.0, 1.0), (60000, 1.0, 0.1)) == [before]
     rises = "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
-    assert told((10, 1.0, 0.1)) == ["75000: latest True", rises]
+    assert told((10, 1.0, 0.1)) == ["75000: latest train.steps", rises]
 
 
 def test_link_takes_the_name_of_a_run_literally():
@@ -777,7 +786,7 @@ def test_a_run_that_stops_early_says_where_to_take_it_up(tmp_path, events, closi
     for step, item in itertools.product((100, 200), CHECKPOINT_ITEMS):
         (tmp_path / f"checkpoints/{step}/{item}").mkdir(parents=True)
     stream = io.StringIO()
-    console = Console(tmp_path, resume_command=lambda step, longer: "again", stream=stream)
+    console = Console(tmp_path, resume_command=lambda step, raised: "again", stream=stream)
     for event in events:
         console.event(event)
     before = stream.getvalue()

@@ -190,11 +190,14 @@ def test_a_regression_of_a_guarded_set():
     )
     # What was blocked is no bar: 2.85 lies above the blocked 2.8 and below the gold's 3.0.
     assert [told(d) for d in decisions[3]] == ["gold 40"] and decisions[3][0].previous == 3.0
-    # A set that is not guarded does not block, nor does the one that is minimised.
-    only_law = GoldConfig(subject_to={"law": Limit(9.0)})
-    assert told(run(only_law, [measured(10, primary=3.0, law=1.0, regressed={"code": CODE})])[1][0][0]) == "gold 10"
-    blocked = run(only_law, [measured(10, primary=3.0, law=1.0, regressed={"code": CODE, "law": LAW})])[1][0][0]
-    assert blocked.reason == "eval regression: law 1.0000→1.2500 (+0.2500 ± 0.1250)"
+    # Where limits are given they decide: law may rise by 0.3, and code as far as it will.
+    only_law = GoldConfig(subject_to={"law": Limit(0.3)})
+    evals = [measured(10, primary=3.0, law=1.0, code=2.1)]
+    evals += [measured(20, primary=2.9, law=1.25, code=2.6, regressed={"code": CODE, "law": LAW})]
+    evals += [measured(30, primary=2.8, law=1.31, code=2.6, regressed={"code": CODE, "law": LAW})]
+    state, (*_, (blocked,)) = run(only_law, evals)
+    assert state.gold.step == 20 and blocked.reason == "limit: law 1.0000→1.3100 (+0.3100), max_increase=0.3000"
+    # The one that is minimised does not object to itself.
     assert told(run(GoldConfig(), [measured(10, primary=3.0, regressed={"primary": CODE})])[1][0][0]) == "gold 10"
     domain = GoldConfig(minimise="domain/loss")
     blocked = run(domain, [measured(10, primary=2.6, domain=1.0, regressed={"primary": CODE})])[1][0][0]
@@ -273,7 +276,7 @@ def test_every_objection_is_told_and_the_first_names_the_guard():
     evals += [measured(20, primary=6.2, code=2.6, train_loss=1.0, regressed={"code": CODE})]
     blocked = run(config, evals)[1][1][0]
     assert blocked.guard == "overfit" and blocked.reason == (
-        "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x; eval regression: code 2.1000→2.6000 (+0.5000 ± 0.0400); "
+        "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x; "
         "limit: code 2.0000→2.6000 (+0.6000), max_increase=0.0000"
     )
 

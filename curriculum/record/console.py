@@ -42,6 +42,9 @@ _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "roll
            "eval_recovered": 32, "phase_switch": 1}  # fmt: skip
 
 
+MORE_STEPS, MORE_EPOCHS = "train.steps", "sources.NAME.max_epochs"  # what is raised so that a complete run goes on
+
+
 class Console:
     """Prints the events and rows of one process to `stream` and to `<run>/train.log`.
 
@@ -174,8 +177,8 @@ class Console:
         folders = [place / str(self._checkpoint_step) for place in RunDirectory(self._run_dir).places]
         return next((folder for folder in folders if folder.is_dir()), folders[0])
 
-    def _resume_hint(self, step: str, longer: bool = False) -> str:
-        return f": {self._resume_command(step, longer)}" if self._resume_command else ""
+    def _resume_hint(self, step: str, raised: str | None = None) -> str:
+        return f": {self._resume_command(step, raised)}" if self._resume_command else ""
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
         if skipped := event["skipped_updates"]:
@@ -218,6 +221,9 @@ class Console:
             if event["gold_step"] == 0:
                 yield "               (the run's initial parameters: no later eval was lower and passed every guard;"
                 yield "               eval and export take another checkpoint with --step, such as latest)"
+                if self._blocked is not None:
+                    yield f"               ({verdict(self._blocked)};"
+                    yield "               evalsets.gold: what is minimised, and in subject_to how far each set may rise)"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
@@ -229,11 +235,8 @@ class Console:
         step = longer_from(self._plan, {newest, *checkpoint_steps(folder)})
         resumed = "latest" if step in (None, newest) else str(step)
         before = "" if resumed == "latest" else ", before the rate's decay"
-        comma = "," if before else ""
-        if early:
-            how = f"{comma} with a higher max_epochs of it, or another on_exhaust{self._resume_hint(resumed)}"
-        else:
-            how = self._resume_hint(resumed, True) or f"{comma} with more train.steps"
+        raised = MORE_EPOCHS if early else MORE_STEPS
+        how = self._resume_hint(resumed, raised) or f"{',' if before else ''} with a higher {raised}"
         yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
         if step is None:
             yield "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
@@ -377,12 +380,12 @@ def resume_command(
     run_dir: Path,
     store_dir: str | Path,
     step: str = "latest",
-    longer: bool = False,
+    raised: str | None = None,
     *,
     own_model: bool = False,
     own_optimizer: str | None = None,
 ) -> str:
-    """The command that goes on with a run.
+    """The command that goes on with a run; `raised` is the key to raise so that it can.
 
     With a model or an optimizer (its name) of the user's own, which no command knows, the Python call.
     """
@@ -393,13 +396,13 @@ def resume_command(
         config = f"load_config({str(config_file)!r}, {remembered})"
         resume = repr(int(step) if step.isdecimal() else step)
         model = ", make_model=..." if own_model else ""
-        more = ["more train.steps"] if longer else []
+        more = [] if raised is None else [f"a higher {raised}"]
         more += [f"{own_optimizer!r} in OPTIMIZERS"] if own_optimizer is not None else []
         given = f", with {' and '.join(more)}" if more else ""
         return f"train({config}, {run}, resume={resume}{stores}{model}) from Python{given}"
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
     stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
-    more = " --set train.steps=MORE" if longer else ""
+    more = "" if raised is None else f" --set {raised}=MORE"
     return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}{more}"
 
 
