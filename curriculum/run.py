@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.errors import InputError, no_such
-from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, read_events, read_metrics, record_name
+from curriculum.record.events import (
+    AVERAGES,
+    EVENTS,
+    TAKEN_UP,
+    eval_key,
+    last_gold,
+    read_events,
+    read_metrics,
+    record_name,
+)
 from curriculum.run_directory import RunDirectory, names_in
 
 if TYPE_CHECKING:
@@ -94,12 +103,20 @@ class Run:
         return gold and gold["step"]
 
     def evals(self, name: str = "val") -> list[tuple[int, float]]:
-        """(step, loss) of every eval of a set; `val` is the primary one. InputError if the run has no such set."""
+        """(step, loss) of every eval of a set; `val`, or `primary`, is the primary one.
+
+        `val@ema` and `val@phase_mean` are the evals of these averages of the parameters. Raises InputError if the run
+        has no such set, or if there is no such average.
+        """
         known = {record_name(own) for event in self.events for own in event.get("evalsets", ())}
-        if known and name.partition("@")[0] not in known:
-            raise InputError(f"{self.directory.path}: {no_such('eval set', name, known)}")
-        key = eval_key(name)
-        return [(e["step"], e[key]) for e in self.events if e["event"] == "eval" and key in e]
+        evalset, at, average = name.partition("@")
+        if known and record_name(evalset) not in known:
+            raise InputError(f"{self.directory.path}: {evalset}: {no_such('eval set', evalset, known)}")
+        if at and average not in AVERAGES:
+            raise InputError(f"{self.directory.path}: {name}: {no_such('average', average, AVERAGES)}")
+        evals = [(e["step"], e.get(average, {}) if at else e) for e in self.events if e["event"] == "eval"]
+        key = eval_key(record_name(evalset))
+        return [(step, losses[key]) for step, losses in evals if key in losses]
 
 
 def load_run(run_dir: str | os.PathLike) -> Run:

@@ -319,11 +319,11 @@ def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, 
     train(load_config(tmp_path / "c.json"), run_dir, store_dir=stores, make_model=lambda _: bigram(matrices))
     rest = f"{str(run_dir)!r}, resume='latest', store_dir={str(stores)!r}, make_model=...) from Python"
     remembered = f"remembered=run_directory('{run_dir}').command_line(), continues='{run_dir}'"
-    call = f": train(load_config('{tmp_path}/c.json', {remembered}), {rest}, with more train.steps\n"
+    call = f": train(load_config('{tmp_path}/c.json', {remembered}), {rest}, with a higher train.steps\n"
     assert call in (run_dir / "train.log").read_text()
     commands = inspect_run(load_run(run_dir))["commands"]
     call = f"train(load_config('{run_dir}/config.yaml', {remembered}), {rest}"
-    assert commands["train longer"] == f"{call}, with more train.steps"
+    assert commands["train longer"] == f"{call}, with a higher train.steps"
     with pytest.raises(InputError, match=r"continue a branch begun there: train\(load_config\("):
         branch(run_dir, 2, run_dir, make_model=lambda _: bigram(matrices))
     without_it = build_config(config_data(text_folder, model=None), continues=run_dir)

@@ -37,6 +37,7 @@ from curriculum.train.optimizer import (
 from curriculum.train.sophia import scale_by_sophia
 from curriculum.train.step import init_state, make_train_step
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run
 from phases.batches import Batch
 
 TINY = ModelConfig(vocab_size=13, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=8)
@@ -453,8 +454,10 @@ def test_what_goes_on_with_an_optimizer_of_ones_own_is_a_call(text, tmp_path, mo
     (tmp_path / "c.json").write_text(json.dumps(run_config(text, name="plain").to_json()))
     train(load_config(tmp_path / "c.json"), tmp_path / "run", store_dir=text.parent)
     told = (tmp_path / "run/train.log").read_text()
-    assert "resume='latest'" in told and "from Python, with more train.steps and 'plain' in OPTIMIZERS\n" in told
+    given = "from Python, with a higher train.steps and 'plain' in OPTIMIZERS"
+    assert "resume='latest'" in told and f"{given}\n" in told
     del OPTIMIZERS["plain"]
+    assert inspect_run(load_run(tmp_path / "run"))["commands"]["train longer"].endswith(given)
     assert "make_model" not in told
     with pytest.raises(InputError, match="optim.name: no such optimizer.* one of your own goes into OPTIMIZERS of"):
         load_config(tmp_path / "run/config.yaml")

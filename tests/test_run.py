@@ -154,7 +154,13 @@ def test_a_ledger_is_read_without_jax(tmp_path):
 def test_a_set_that_a_run_has_not_is_no_empty_curve(tmp_path):
     run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0, "law": lambda step: 4.0}))
     assert run.evals("law")[0] == (0, 4.0) and len(run.evals()) == len(run.evals("law")) == 6
-    assert run.evals("law@ema") == []  # the set is there, that average is not
-    for name in ("lav", "primary"):
-        with pytest.raises(InputError, match="run: no such eval set.*eval sets: law, val"):
-            run.evals(name)
+    assert run.evals("primary") == run.evals("val")
+    assert run.evals("law@ema") == []  # it was not measured
+    measured = [event for event in run.events if event["event"] == "eval"]
+    measured[-1]["ema"] = {"val_loss": 2.5, "eval_law": 3.5}
+    assert run.evals("law@ema") == [(measured[-1]["step"], 3.5)]
+    assert run.evals("primary@ema") == run.evals("val@ema") == [(measured[-1]["step"], 2.5)]
+    with pytest.raises(InputError, match="run: lav: no such eval set.*'law'.*eval sets: law, val"):
+        run.evals("lav@ema")
+    with pytest.raises(InputError, match="run: law@eman: no such average.*averages: ema, phase_mean"):
+        run.evals("law@eman")

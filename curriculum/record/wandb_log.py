@@ -7,13 +7,13 @@ a resume goes back to a checkpoint. Phase switches and verdicts are text.
 import os
 import re
 import secrets
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from curriculum.disk.append import tell
 from curriculum.errors import InputError
 from curriculum.record.curves import eval_curves, row_curves
 from curriculum.record.events import EVENTS, TAKEN_UP, read_events, read_metrics
@@ -107,11 +107,8 @@ class WandbLog:
             if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
                 raise
             self._failed = True
-            print(
-                f"wandb failed; nothing more is logged to it: {error} (training continues; the record is "
-                f"{self._run_dir / EVENTS})",
-                file=sys.stderr,
-            )
+            where = self._run_dir / EVENTS
+            tell(f"wandb failed; nothing more is logged to it: {error} (training continues; the record is {where})")
 
     def _event(self, event: dict[str, Any]) -> None:
         kind = event["event"]

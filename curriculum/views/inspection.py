@@ -16,7 +16,7 @@ from typing import Any
 from curriculum.disk.lock import trained_by
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.record.console import program, resume_command
+from curriculum.record.console import MORE_EPOCHS, MORE_STEPS, program, resume_command
 from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row
 from curriculum.record.queries import (
     consumption,
@@ -33,6 +33,7 @@ from curriculum.record.queries import (
 from curriculum.record.sentences import skipped_counts, skipped_line, verdict
 from curriculum.run import Run
 from curriculum.run_directory import step_folders
+from curriculum.train.optimizer import MuonConfig, OptimConfig
 
 
 def inspect_run(run: Run) -> dict[str, Any]:
@@ -209,24 +210,26 @@ def _commands(run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | 
     `checkpoints`: steps by place. `longer`: that from which a complete run can be trained for longer, None if none can.
     """
     path, me = run.directory.path, program("curriculum")
-    own = shlex.quote(str(path))
+    typed_path = shlex.quote(str(path))
     own_model = run.resolved["model"] is None
     commands = {}
     if run.diverged and (good := run.diverged["last_good_step"]):
-        commands["go on"] = f"{me} branch {own} --at {good} --run-dir NEW --set KEY=VALUE"
+        commands["go on"] = f"{me} branch {typed_path} --at {good} --run-dir NEW --set KEY=VALUE"
     elif run.directory.own_config.exists() and not run.diverged:
-        go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, own_model=own_model)
+        optim = run.resolved["optim"]
+        own_optimizer = OptimConfig(optim["name"], muon=MuonConfig(rest=optim["muon"]["rest"])).users_own
+        own = {"own_model": own_model, "own_optimizer": own_optimizer}
+        go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, **own)
         if run.complete:
             step = "latest" if longer in (None, *checkpoints["checkpoints"][-1:]) else str(longer)
-            more = ", with a higher max_epochs" if own_model else " --set sources.NAME.max_epochs=MORE"
-            commands["train longer"] = go_on(step) + more if ended_early_of(run) else go_on(step, True)
+            commands["train longer"] = go_on(step, MORE_EPOCHS if ended_early_of(run) else MORE_STEPS)
         else:
             commands["go on"] = go_on()
-    commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
-    commands["compare"] = f"{me} compare {own} OTHER_RUN"
+    commands["report"] = f"{me} report {typed_path} -o {shlex.quote(path.name + '.html')}"
+    commands["compare"] = f"{me} compare {typed_path} OTHER_RUN"
     format_name = "safetensors" if own_model else "hf"
     if any(checkpoints.values()):
-        commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
+        commands["export"] = f"{me} export {typed_path} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
 
 
