@@ -119,7 +119,7 @@ def evaluate(
         warnings=(
             *warnings,
             *(
-                _read_warning(evalsets[name], found[name][0], source, found[name][1].get(source), own)
+                _read_warning(evalsets[name], source, found[name][1].get(source), own)
                 for name in texts
                 for source in streams
                 if source in unknown or source in found[name][1]
@@ -131,18 +131,11 @@ def evaluate(
     )
 
 
-def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int | None, config: Config) -> str:
-    """The warning that `count` of the `num_documents` documents of a set's text are in a source that the run read.
-
-    `count` is None if that is unknown.
-    """
+def _read_warning(evalset: EvalSet, source: str, count: int | None, config: Config) -> str:
+    """The warning that `count` of the documents of a set are in a source that the run read; None if that is unknown."""
     where = f"also occur in source {source}, which the run was trained on"
     if count is not None:
-        measured = evalset.num_documents
-        of_text = f" ({measured:,} measured)"
-        return (
-            f"{count:,} of {num_documents:,} documents of {evalset.name}{of_text * (measured < num_documents)} {where}"
-        )
+        return f"{count:,} of {evalset.num_documents:,} documents of {evalset.name} {where}"
     changed = "its text or the run's eval sets have changed since, or are not prepared here"
     why = changed if source in config.sources else "the config no longer has it"
     return f"unknown how many documents of {evalset.name} {where}: {why}"

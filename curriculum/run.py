@@ -87,6 +87,11 @@ class Run:
         return self.resolved["derived"].get("store_dir", DEFAULT_STORE_DIR)
 
     @property
+    def own_optimizer(self) -> str | None:
+        """The name of an optimizer of the user's own, without which no process can train the run on."""
+        return self.resolved["derived"].get("own_optimizer")
+
+    @property
     def complete(self) -> dict[str, Any] | None:
         """The `training_complete` event, None while the run is not finished."""
         return self.events[-1] if self.events and self.events[-1]["event"] == "training_complete" else None

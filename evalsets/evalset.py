@@ -133,7 +133,7 @@ def cut_windows(
         if document_hashes is None:
             digests = b"".join(_hash_document(document) for document in documents)
             document_hashes = np.frombuffer(digests, ">u8").reshape(-1, 2)
-        chosen_D = _smallest_hashes(np.asarray(document_hashes), windows, max_sequences)
+        chosen_D = smallest_hashes(np.asarray(document_hashes), windows, max_sequences)
     length_D = np.array([len(documents[i]) for i in chosen_D], np.int64)
     targets = np.concatenate([documents[i] for i in chosen_D])
     _check_ids(where, targets, vocab_size, chosen_D, length_D)
@@ -236,7 +236,7 @@ def _check_ids(where: str, targets: np.ndarray, vocab_size: int, chosen_D: np.nd
         )
 
 
-def _smallest_hashes(document_hashes: np.ndarray, windows: np.ndarray, max_sequences: int) -> np.ndarray:
+def smallest_hashes(document_hashes: np.ndarray, windows: np.ndarray, max_sequences: int) -> np.ndarray:
     """Indices, ascending, of the documents taken for at most `max_sequences` windows; `windows` are each one's."""
     order_D = hash_order(document_hashes)
     order_D = order_D[windows[order_D] > 0]

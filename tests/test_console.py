@@ -710,7 +710,7 @@ def test_if_nothing_but_the_initial_parameters_passed_the_last_objection_is_told
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), blocked, complete(gold_step=0))
     assert lines[-2:] == [
         "               (gold blocked at step 500: eval regression: books 4.0→4.3;",
-        "               evalsets.gold: what is minimised, and in subject_to how far each set may rise)",
+        "               evalsets.gold: what is minimised; subject_to: how far each set may rise)",
     ]
 
 

@@ -89,6 +89,17 @@ def test_a_card_says_what_was_trained_up_to_the_step(run_dir):
     ]
 
 
+def test_a_card_has_the_seed_that_the_run_began_with_and_says_what_no_command_can_train(run_dir):
+    run = load_run(run_dir)
+    config = {**run.start["config"], "seed": 5}
+    derived = {**run.resolved["derived"], "own_optimizer": "mine"}
+    edited = {**run.resolved, "seed": 8, "derived": derived}  # as by --accept-past
+    card = model_card(Run(run.directory, edited, [{**run.start, "config": config}, *run.events[1:]]), EXPORTED)
+    assert "Initialised at random, from the run's seed 5." in card
+    assert "\ncurriculum train run.yaml --run-dir runs/" in card and "in OPTIMIZERS" not in model_card(run, EXPORTED)
+    assert " # from Python alone, with 'mine' in OPTIMIZERS\n" in card
+
+
 def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     evals = sections(model_card(load_run(run_dir), EXPORTED))["How well it does"]
     header, val, law = rows(evals)

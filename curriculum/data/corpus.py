@@ -23,13 +23,14 @@ from curriculum.data.config_stores import (
     split_stores,
 )
 from curriculum.data.documents import empty_warnings, file_warnings
-from curriculum.data.held_out import eval_documents, first_eval_documents
+from curriculum.data.held_out import eval_documents, first_eval_documents, held_out_piece, measured_hashes
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_tokenizer, prepare_tokenizer
 from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
+from curriculum.schema.sections import EvalSource
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens
 
@@ -156,23 +157,26 @@ def find_trained_on(
     """What a run was trained on of the eval sets of `config` with these names, as far as both are prepared here.
 
     `streams`: by source of the run's config, `base`, that it has read, its `stream` in `Corpus.details`. Returns by
-    eval set its number of documents, and by source how many of them are in its stream; and the sources whose text is
-    no longer that, or is not prepared here. All documents of a set's text count, even if `max_sequences` lets only some
-    be measured.
+    eval set the number of documents that it measures, and by source how many of them are in its stream; and the sources
+    whose text is no longer that, or is not prepared here.
     """
     of_base = find_stores(base, tokenizer, store_dir)
     read = _hashes_read(base, streams, of_base, tokenizer)
     stores = find_stores(config, tokenizer, store_dir)
     found = {}
     for name in names:
-        evalset, tail = config.eval_sources[name], None
-        if name in stores.evalsets:
-            own = stores.evalsets[name].documents["hash"]
-        elif (source := evalset.held_out_of) in stores.sources:
-            own = stores.sources[source].documents["hash"][stores.splits[source].held_out]
-            tail = divided_document(stores, source)
-        else:
+        evalset = config.eval_sources[name]
+        if name not in stores.evalsets and evalset.held_out_of not in stores.sources:
             continue
+        store, split = _text_of(evalset, name, stores)
+        own = store.documents["hash"][split.held_out]
+        tail = None if split.cut is None else divided_document(stores, evalset.held_out_of)
+        if evalset.max_sequences is not None:
+            measured = measured_hashes(store, tokenizer, split, config.eval_seq_len, evalset.max_sequences)
+            own = own[overlapping(own, measured)]
+            piece = held_out_piece(store, tokenizer, split)
+            if piece is not None and not overlapping(np.array([piece.hash], np.uint64), measured).any():
+                tail = None
         counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in read.items()}
         if tail is not None:
             for source, hashes in read.items():
@@ -246,13 +250,17 @@ def _evalset_tokens(config: Config, name: str, stores: Stores) -> int | None:
     return num_tokens if source.max_sequences is None else min(num_tokens, source.max_sequences * config.eval_seq_len)
 
 
+def _text_of(evalset: EvalSource, name: str, stores: Stores) -> tuple[Store, Split]:
+    """The store that an eval set's documents are in, and the split that holds them out of it."""
+    if evalset.held_out_of is not None:
+        return stores.sources[evalset.held_out_of], stores.splits[evalset.held_out_of]
+    store = stores.evalsets[name]
+    return store, Split(np.zeros(store.facts.num_documents, bool))  # all of it is held out
+
+
 def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) -> EvalSet:
     source = config.eval_sources[name]
-    if source.held_out_of is not None:
-        store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
-    else:
-        store = stores.evalsets[name]
-        split = Split(np.zeros(store.facts.num_documents, bool))  # all of it is held out
+    store, split = _text_of(source, name, stores)
     if source.max_sequences is None:
         documents = list(eval_documents(store, tokenizer, split))
     else:

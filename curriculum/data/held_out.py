@@ -10,7 +10,7 @@ import xxhash
 from curriculum.data.split import Split, split_documents
 from curriculum.data.store import Store, split_hash
 from curriculum.data.tokenizers.tokenizer import Tokenizer
-from evalsets.evalset import hash_order, num_scored_windows
+from evalsets.evalset import hash_order, num_scored_windows, smallest_hashes
 
 _RELEASE_EVERY = 500  # documents; about 32 MB of pages
 
@@ -86,12 +86,24 @@ def first_eval_documents(
     read, num_windows = {}, 0
     for number, document in zip(documents.tolist(), _read(store, documents), strict=True):
         read[number] = document
-        scored = np.ones(len(document.tokens), bool) if document.scored is None else document.scored
-        num_windows += num_scored_windows(scored, seq_len)
+        num_windows += _num_windows(document, seq_len)
         if num_windows >= max_sequences:
             break
     piece = held_out_piece(store, tokenizer, split)
     return [*([] if piece is None else [piece]), *(read[number] for number in sorted(read))]
+
+
+def measured_hashes(store: Store, tokenizer: Tokenizer, split: Split, seq_len: int, max_sequences: int) -> np.ndarray:
+    """The hashes of the documents that an eval set of at most `max_sequences` windows measures, u64 [D, 2]."""
+    documents = first_eval_documents(store, tokenizer, split, seq_len, max_sequences)
+    hashes = np.array([document.hash for document in documents], np.uint64).reshape(-1, 2)
+    windows = np.array([_num_windows(document, seq_len) for document in documents], int)
+    return hashes[smallest_hashes(hashes, windows, max_sequences)]
+
+
+def _num_windows(document: EvalDocument, seq_len: int) -> int:
+    scored = np.ones(len(document.tokens), bool) if document.scored is None else document.scored
+    return num_scored_windows(scored, seq_len)
 
 
 def _read(store: Store, documents: np.ndarray) -> Iterator[EvalDocument]:

@@ -223,7 +223,7 @@ class Console:
                 yield "               eval and export take another checkpoint with --step, such as latest)"
                 if self._blocked is not None:
                     yield f"               ({verdict(self._blocked)};"
-                    yield "               evalsets.gold: what is minimised, and in subject_to how far each set may rise)"
+                    yield "               evalsets.gold: what is minimised; subject_to: how far each set may rise)"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"

@@ -33,7 +33,6 @@ from curriculum.record.queries import (
 from curriculum.record.sentences import skipped_counts, skipped_line, verdict
 from curriculum.run import Run
 from curriculum.run_directory import step_folders
-from curriculum.train.optimizer import MuonConfig, OptimConfig
 
 
 def inspect_run(run: Run) -> dict[str, Any]:
@@ -216,9 +215,7 @@ def _commands(run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | 
     if run.diverged and (good := run.diverged["last_good_step"]):
         commands["go on"] = f"{me} branch {typed_path} --at {good} --run-dir NEW --set KEY=VALUE"
     elif run.directory.own_config.exists() and not run.diverged:
-        optim = run.resolved["optim"]
-        own_optimizer = OptimConfig(optim["name"], muon=MuonConfig(rest=optim["muon"]["rest"])).users_own
-        own = {"own_model": own_model, "own_optimizer": own_optimizer}
+        own = {"own_model": own_model, "own_optimizer": run.own_optimizer}
         go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, **own)
         if run.complete:
             step = "latest" if longer in (None, *checkpoints["checkpoints"][-1:]) else str(longer)

@@ -134,7 +134,8 @@ def _headline(run: Run, exported: Exported) -> list[str]:
 def _lineage(run: Run) -> list[str]:
     lines = lineage_lines({"init_from": _beginning(run), "branched_from": run.branched_from})
     if not lines:
-        return [f"Initialised at random, from the run's seed {run.resolved['seed']}."]
+        seed = run.start["config"]["seed"] if run.events else run.resolved["seed"]  # an edit may have changed it since
+        return [f"Initialised at random, from the run's seed {seed}."]
     return ["\n".join(f"- {one_line(line)}" for line in lines)]
 
 
@@ -254,6 +255,8 @@ def _commands(run: Run, exported: Exported) -> list[str]:
         given = [option for option in given if not option.startswith(("--init-from", "--keep-optimizer"))]
         train = [f"curriculum branch {shlex.quote(str(branch['run']))}", f"--at {branch['step']}"]
     train += [f"--run-dir runs/{name}", *map(typed, given)]
+    if run.own_optimizer is not None:
+        train.append(f"# from Python alone, with {run.own_optimizer!r} in OPTIMIZERS")
     export = [f"curriculum export runs/{name}", "--format", "gguf" if exported.kind == "gguf" else "hf"]
     export += ["--merge"] if exported.merged else []
     export += [] if exported.weights.phase is not None else [f"--step {exported.step}"]
