@@ -148,8 +148,7 @@ def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str])
         if not override.lstrip().startswith(tuple(f"evalsets.sets.{name}." for name in new)):
             expected = "expected evalsets.sets.NAME.KEY=VALUE of a new set, which --eval-dataset-dir gives"
             raise InputError(f"--set {override}: {expected} (new sets: {', '.join(new) or 'none'})")
-    directories = [f"{name}={folder}" for name, folder in new.items()]
-    return changed_config(config, overrides, eval_dataset_dirs=directories, check_paths=False)
+    return changed_config(config, overrides, eval_dataset_dirs=new, check_paths=False)
 
 
 def _names(config: Config, sets: Iterable[str] | None, new: Iterable[str]) -> list[str]:

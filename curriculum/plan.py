@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from curriculum.config import Config
+from curriculum.config import Config, check_is_config
 from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
@@ -93,6 +93,7 @@ class Plan:
 
 def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     """Resolve the whole run from the config and the sizes of what is already prepared. Raises InputError."""
+    check_is_config(config)
     sizes = find_sizes(config, store_dir)
     known = known_to_base(config, store_dir, sizes.tokenizer)
     sizes = replace(sizes, warnings=(*sizes.warnings, *known))

@@ -288,7 +288,8 @@ def test_a_name_stays_with_its_content(folder):
         ({"weights": "emma"}, "--weights emma: unknown value"),
         ({"sets": ["lav"]}, "--sets lav: no such eval set; did you mean 'law'? (eval sets: law, val, web)"),
         ({"sets": []}, "--sets: got none, expected names of eval sets (val, web, law)"),
-        ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "evalsets.sets.a b: got the name 'a b', expected letters"),
+        ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "--eval-dataset-dir a b=new.jsonl: got the name 'a b', expected lett"),
+        ({"eval_dataset_dirs": {"a=b": "new.jsonl"}}, "--eval-dataset-dir a=b=new.jsonl: got the name 'a=b', expected let"),
         ({"eval_dataset_dirs": {"new": "nowhere"}}, "--eval-dataset-dir new=nowhere: evalsets.sets.new: 'nowhere' is not "
          "there (paths are relative"),
         ({"overrides": ["evalsets.sets.law.max_sequences=3"]}, "--set evalsets.sets.law.max_sequences=3: expected "

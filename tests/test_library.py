@@ -302,6 +302,21 @@ def test_a_model_of_ones_own_may_have_longer_sequences_than_the_presets(tmp_path
     assert told["num_parameters"] == 2 * 257 * 8
 
 
+def test_calls_with_what_is_no_config_are_refused(tmp_path, text_folder):
+    for call in (plan, dry_run, lambda config: train(config, tmp_path / "run")):
+        with pytest.raises(
+            InputError, match=r'^config: got "c.yaml", expected a Config, as load_config\(.c.yaml.\) gives'
+        ):
+            call("c.yaml")
+        with pytest.raises(InputError, match=r'^config: got {"name": "x"}, expected a Config, as load_config\(PATH\)'):
+            call({"name": "x"})
+    with pytest.raises(
+        InputError, match="^load_config: got a mapping, expected the path of a file; build_config takes"
+    ):
+        load_config(config_data(text_folder))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_without_a_model_is_refused(tmp_path, text_folder):
     config = build_config(config_data(text_folder, model=None))
     for start in (

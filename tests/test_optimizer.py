@@ -449,6 +449,12 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
     assert not (tmp_path / "other").exists()
 
 
+def test_what_a_rule_makes_is_a_chain_of_optax(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "five", Rule(lambda config: 5))
+    with pytest.raises(InputError, match=r"OPTIMIZERS\['five'\]: its function gave 5, expected a chain of optax"):
+        make_optimizer(OptimConfig(name="five"))
+
+
 def test_what_goes_on_with_an_optimizer_of_ones_own_is_a_call(text, tmp_path, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "plain", Rule(lambda config: optax.scale(-1.0)))
     (tmp_path / "c.json").write_text(json.dumps(run_config(text, name="plain").to_json()))

@@ -117,13 +117,18 @@ def named_directories(flag: str, items: Iterable[str] | Mapping[str, str | os.Pa
     """
     check_several(flag, items)
     found: dict[str, str] = {}
-    for item in (f"{name}={folder}" for name, folder in items.items()) if isinstance(items, Mapping) else items:
-        name, equals, directory = os.fspath(item).partition("=")
-        if not equals:
-            name, directory = os.path.basename(os.path.abspath(item)), os.fspath(item)
-            if name and not NAME.fullmatch(name):
-                fix = f"give another: {flag} NAME={shlex.quote(directory)}"
-                raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; {fix}")
+    by_name = isinstance(items, Mapping)
+    for item in items.items() if by_name else items:
+        if by_name:
+            name, directory = item[0], os.fspath(item[1])
+            item = f"{name}={directory}"
+        else:
+            name, equals, directory = os.fspath(item).partition("=")
+            if not equals:
+                name, directory = os.path.basename(os.path.abspath(item)), os.fspath(item)
+        if name and not NAME.fullmatch(name):
+            fix = f"give another: {flag} NAME={shlex.quote(directory)}"
+            raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; {fix}")
         if not name or not directory:
             raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")
         if name in found:

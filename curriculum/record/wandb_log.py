@@ -48,11 +48,13 @@ class WandbConfig:
     """Labels of the run."""
 
 
-def check_wandb(config: WandbConfig) -> None:
-    """Raise InputError if the package is missing, or if the mode is online and there is no login.
+def check_wandb(config: WandbConfig | None) -> None:
+    """Raise InputError if wandb is to be used and is not installed, or if the mode is online and there is no login.
 
     Online and at a terminal, wandb asks for its key here.
     """
+    if config is None:
+        return
     _send_no_errors(config)
     try:
         from wandb import Error, login

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from curriculum.config import Config
+from curriculum.config import Config, check_is_config
 from curriculum.model.model import Model, count, num_parameters
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.clock import peak_memory_gb
@@ -32,6 +32,7 @@ def dry_run(
     Leaves only prepared data and compiled programs behind. In the result, `updates` has for each shape, in words, the
     seconds it took to compile and the device memory it needs, as the compiler counts it (`plan` estimates it).
     """
+    check_is_config(config)
     check_same_config(config)
     check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))

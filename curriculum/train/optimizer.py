@@ -179,7 +179,10 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
     if config.name not in OPTIMIZERS:
         raise InputError(f"optim.name: {no_rule(config.name)}")
     if config.users_own is not None:
-        return optax.with_extra_args_support(OPTIMIZERS[config.name].make(config))
+        made = OPTIMIZERS[config.name].make(config)
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            raise InputError(f"OPTIMIZERS[{config.name!r}]: its function gave {made!r}, expected a chain of optax")
+        return optax.with_extra_args_support(made)
     settings = {key.name: getattr(config, key.name) for key in fields(OptimConfig)}
     return _own_rule(OptimConfig(**settings))
 

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from curriculum.config import Config
+from curriculum.config import Config, check_is_config
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.model.model import Model
+from curriculum.record.wandb_log import check_wandb
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, taking_up
@@ -54,6 +55,7 @@ def train(
     `regression.action` is stop: both once the run is saved, to be resumed (if the disk refuses that, Stopped says so).
     Raises Diverged if training diverged and a rollback is not configured or not possible.
     """
+    check_is_config(config)
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     check_same_config(config, resume=resume, accept_past=accept_past)
     with RunLock(directory.path) as lock:
@@ -68,6 +70,7 @@ def train(
         from_first(lambda: opening.tell_new_name(config, directory))
         edit = find_edit(config, saved, accept_past=accept_past)
         opening.check_ahead(config, directory, saved["step"], edit.past)
+        check_wandb(config.logging.wandb)
         tokenizer = opening.kept_tokenizer(directory, config)
         start = start_of(config, None if resumed is None else saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"], saved["step"])

@@ -48,9 +48,8 @@ def claim(
 
 def check(config: Config, past: Past = NO_PAST) -> None:
     """Raise InputError for problems of a config that can be found before anything is prepared."""
-    if config.logging.wandb:
-        check_wandb(config.logging.wandb)
     check_schedule(config, past)
+    check_wandb(config.logging.wandb)
 
 
 def check_apart(config: Config, directory: RunDirectory) -> None:
@@ -84,12 +83,12 @@ def tell_new_name(config: Config, directory: RunDirectory) -> None:
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
-    """Do what `check` does for a run that continues from `step`.
+    """Raise InputError if the config's schedule does not resolve for a run that continues from `step`.
 
     The error names the newest earlier checkpoint that would do for this config, if there is one.
     """
     try:
-        check(config, past)
+        check_schedule(config, past)
     except InputError as error:
         found = [(s, folder) for place in directory.places for s, folder in step_folders(place).items() if s < step]
         earlier = next((s for s, folder in sorted(found, reverse=True) if _would_do(config, s, folder)), None)
@@ -102,7 +101,7 @@ def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) 
 def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
     """Whether a run can continue from a checkpoint with a config, as far as is known before it is built."""
     try:
-        check(config, find_edit(config, read_ledger(checkpoint)).past)
+        check_schedule(config, find_edit(config, read_ledger(checkpoint)).past)
     except InputError:
         return False
     return step < config.train.steps and damage(checkpoint) is None
