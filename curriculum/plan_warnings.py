@@ -18,7 +18,7 @@ from curriculum.errors import InputError
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
-from curriculum.record.wording import first_of, largest, listed
+from curriculum.record.wording import counted, first_of, largest, listed
 from curriculum.scheduling import mean_steps, num_due
 from curriculum.schema.adaptation import Base, find_base
 from evalsets.evalset import EvalSet
@@ -98,7 +98,7 @@ def schedule_warnings(
     for phase, start, end in [bounds for bounds in schedule.phase_bounds if wanted and bounds[2] > trained]:
         found = len(mean_steps(config, start, end, schedule.total_steps))
         if found < 2:
-            warnings.append(f"phase {phase} has {found} checkpoint{'' if found == 1 else 's'}: no mean is taken")
+            warnings.append(f"phase {phase} has {counted(found, 'checkpoint')}: no mean is taken")
         elif found < wanted:
             warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     return warnings
@@ -228,7 +228,7 @@ def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
         if len(np.unique(clusters(evalset.origin_N)[0])) < 2:
             num = np.count_nonzero(evalset.origin_N >= 0)
             yield (
-                f"eval set {name} is one document of {num} window{'' if num == 1 else 's'}: no standard error, and no "
+                f"eval set {name} is one document of {counted(num, 'window')}: no standard error, and no "
                 "verdict on whether it got worse; give it more documents"
             )
 

@@ -8,6 +8,7 @@ import click
 
 from curriculum.cli.options import config_options
 from curriculum.errors import InputError
+from curriculum.record.wording import counted
 
 
 @click.command()
@@ -58,14 +59,14 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
         packed = ""
         if config.packing.mode == "best_fit":
             num_bins = details["tokens_per_epoch"] // config.longest_seq_len
-            packed = f", packed into {_counted(num_bins, 'bin')}, {details['utilization']:.2%} full"
+            packed = f", packed into {counted(num_bins, 'bin')}, {details['utilization']:.2%} full"
         scored = f", {details['scored_share']:.2%} scored" if "scored_share" in details else ""
-        counts = f"{_counted(details['documents'], 'document')}, {_counted(details['tokens'], 'token')}"
+        counts = f"{counted(details['documents'], 'document')}, {counted(details['tokens'], 'token')}"
         click.echo(f"source {name}: {counts}{empty}{scored}{kept_out}{packed}")
     for name, evalset in corpus.evalsets.items():
         click.echo(
-            f"eval set {record_name(name)}: {_counted(evalset.num_documents, 'document')}, "
-            f"{_counted(evalset.num_windows, 'window')}, {_counted(evalset.num_tokens, 'token')}"
+            f"eval set {record_name(name)}: {counted(evalset.num_documents, 'document')}, "
+            f"{counted(evalset.num_windows, 'window')}, {counted(evalset.num_tokens, 'token')}"
         )
     for warning in (*corpus.warnings, *evalset_warnings(corpus.evalsets.values())):
         click.echo(f"warning: {warning}")
@@ -73,12 +74,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
 def _empty(num_empty: int) -> str:
     """How many empty documents were left out, to append to the line of their source."""
-    return f", {_counted(num_empty, 'empty document')} left out" if num_empty else ""
-
-
-def _counted(num: int, what: str) -> str:
-    """`1 document`, `1,200 documents`."""
-    return f"{num:,} {what}{'' if num == 1 else 's'}"
+    return f", {counted(num_empty, 'empty document')} left out" if num_empty else ""
 
 
 def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
@@ -98,7 +94,7 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
     store = prepare_folder(list(texts), chosen, output, text_key, progress=ConsoleProgress(output), format=text_format)
     facts = store.facts
     scored = "" if facts.num_scored is None else f", {facts.num_scored / facts.num_tokens:.2%} scored"
-    counts = f"{_counted(facts.num_documents, 'document')}, {_counted(facts.num_tokens, 'token')} of {facts.dtype}"
+    counts = f"{counted(facts.num_documents, 'document')}, {counted(facts.num_tokens, 'token')} of {facts.dtype}"
     click.echo(f"{output}: {counts}{_empty(facts.num_empty)}{scored}")
     sources = {text: SourceConfig(path=text, format=text_format, text_key=text_key) for text in texts}
     for warning in (*empty_warnings({output: store}), *file_warnings(sources)):

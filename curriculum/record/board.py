@@ -33,7 +33,7 @@ from curriculum.errors import InputError
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import TAKEN_UP, last_row, number, read_events
 from curriculum.record.sentences import shape_moves, verdict
-from curriculum.record.wording import epochs_text, loss, printable
+from curriculum.record.wording import counted, epochs_text, loss, printable
 
 _MAIN = "."
 _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "averages", "mesh")
@@ -172,7 +172,7 @@ def _wall_time(event: dict[str, Any]) -> float:
 
 def _phase_switch_markdown(event: dict[str, Any]) -> str:
     before, after = event["mixture_before"], event["mixture_after"]
-    ramp = f" a ramp of {event['ramp_steps']} steps" if event["ramp_steps"] else ""
+    ramp = f" a ramp of {counted(event['ramp_steps'], 'step')}" if event["ramp_steps"] else ""
     lines = [
         f"**{event['from_phase']} → {event['new_phase']}** at step {event['step']}, lr {event['lr']:.2e}",
         *(["", "; ".join(moves)] if (moves := shape_moves(event)) else []),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from curriculum.record.events import number
-from curriculum.record.wording import MOST_NAMED, first_of, largest, listed, loss, printable
+from curriculum.record.wording import MOST_NAMED, counted, first_of, largest, listed, loss, printable
 
 _MOST_TOLD = 6  # sets that a verdict gives numbers for
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
@@ -19,7 +19,7 @@ def verdict(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "phase_switch":
             switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
-            ramp = [f"over {event['ramp_steps']} steps"] if event["ramp_steps"] else []
+            ramp = [f"over {counted(event['ramp_steps'], 'step')}"] if event["ramp_steps"] else []
             return " | ".join([switch, *_moves(event), *ramp, *shape_moves(event), f"lr {event['lr']:.2e}"])
         case "schedule_edit":
             edit = f"schedule edit at step {step}: {event['reason']}"
@@ -46,8 +46,8 @@ def verdict(event: dict[str, Any]) -> str | None:
             return f"checkpoint failed: {event['path']} was not saved: {event['why']}; {good}{again}"
         case "rollback":
             told = f"rollback {event['number']} of {event['max']} at step {event['told_at_step']}, to step {step}"
-            first, steps = event["first_bad_step"], event["skip_steps"]
-            return f"{told}: {event['reason']} | the data of {steps} steps from step {first} on are passed over"
+            first, steps = event["first_bad_step"], counted(event["skip_steps"], "step")
+            return f"{told}: {event['reason']} | the data of {steps} from step {first} on are passed over"
         case "diverged":
             good = event["last_good_step"]
             kept = "there is no good checkpoint" if good is None else f"the last good checkpoint is of step {good}"
@@ -82,7 +82,7 @@ def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:
     if not more.get("skipped_updates"):
         return None
     num = more["skipped_updates"]
-    return f"skipped {num} update{'s' if num > 1 else ''} up to step {row['step']}: {skipped_why(more)}"
+    return f"skipped {counted(num, 'update')} up to step {row['step']}: {skipped_why(more)}"
 
 
 def skipped_counts(line: dict[str, Any]) -> dict[str, int]:

@@ -99,7 +99,12 @@ def size_text(num_bytes: float) -> str:
     for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.99995 * unit_bytes:  # what is rounded to a thousand of a unit is one of the next
             return f"{num_bytes / unit_bytes:,.1f} {unit}"
-    return f"{num_bytes} bytes"
+    return counted(round(num_bytes), "byte")
+
+
+def counted(num: int, noun: str) -> str:
+    """`1 document`, `1,200 documents`."""
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
 def listed(names: Sequence[str]) -> str:

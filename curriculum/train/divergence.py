@@ -12,6 +12,7 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.events import STAMPS, Record, number, read_events, read_metrics
 from curriculum.record.queries import acts_of
+from curriculum.record.wording import counted
 from curriculum.run_directory import RunDirectory
 from curriculum.train.bases import base_again
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
@@ -64,7 +65,7 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
             good = divergence.good_step or 0
             run.setup.course.pass_over(divergence.first_bad_step, config.skip_steps, back_to=good)
         except RollbackRefused as refused:
-            why = f"the data of {config.skip_steps} steps cannot be passed over: {refused}"
+            why = f"the data of {counted(config.skip_steps, 'step')} cannot be passed over: {refused}"
         else:
             raise GoingBack(_rollback(run, done, divergence))
     first, good = divergence.first_bad_step, divergence.good_step
@@ -204,14 +205,14 @@ def _course(values_W: np.ndarray, first_bad: int, done: int, rows: Sequence[floa
     before = [float(values_W[s % size]) for s in range(max(0, done - size), first_bad)]
     bad = [float(values_W[s % size]) for s in range(max(first_bad, done - size), done)]
     logged = [value for value in map(number, rows) if value is not None]
-    told = _mean(before, "updates") or _mean(logged, "metrics rows")
+    told = _mean(before, "update") or _mean(logged, "metrics row")
     return f"{told or 'none before'}; then {_listed(bad)}"
 
 
 def _mean(values: Sequence[float], of: str) -> str | None:
     """Mean and standard deviation of the finite values; None if there are none."""
     finite = [value for value in values if np.isfinite(value)]
-    return f"{np.mean(finite):.4g} ± {np.std(finite):.2g} over {len(finite)} {of} before" if finite else None
+    return f"{np.mean(finite):.4g} ± {np.std(finite):.2g} over {counted(len(finite), of)} before" if finite else None
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
 from curriculum.record.wording import (
+    counted,
     duration,
     epochs_text,
     first_of,
@@ -97,7 +98,7 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
     warnings = _warnings(run)
-    told = folded(f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''} of the plan", bullets(warnings))
+    told = folded(f"{counted(len(warnings), 'warning')} of the plan", bullets(warnings))
     return tag(
         "header", tag("h1", label), tag("p", lead, class_="lead"), *lines, tiles(shown), told if warnings else ""
     )
@@ -164,7 +165,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
             figure(
                 figures.line_chart(f"{label}: gradient norm", [Curve("all", PALETTE[6], norm_xs, norms)], phases),
                 Markup("Gradient norm before clipping ")
-                + tag("small", f"{skipped:,} update{'' if skipped == 1 else 's'} skipped" if skipped else ""),
+                + tag("small", f"{counted(skipped, 'update')} skipped" if skipped else ""),
             ),
             class_="panels",
         ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config
 from curriculum.errors import InputError, shown
+from curriculum.record.wording import counted
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.ledger import Found, Problem
@@ -236,7 +237,7 @@ def _reason(changes: Sequence[Mapping[str, Any]]) -> str:
     """The changes in words; of many the first, as the event has all of them."""
     told = [_in_words(change) for change in changes[:_MOST_TOLD]]
     if more := len(changes[_MOST_TOLD:]):
-        told.append(f"and {more} more change{'s' if more > 1 else ''}")
+        told.append(f"and {counted(more, 'more change')}")
     return "; ".join(told)
 
 
