@@ -389,6 +389,12 @@ def test_the_command(folder, monkeypatch, capsys):
     assert (perplexity, bpb) == (f"{summary.perplexity:.3f}", f"{summary.bpb:.4f}")
     assert accuracy == f"{summary.accuracy:.2%}"
 
+    Path("few.jsonl").write_text("".join(json.dumps({"text": f"clause {i} says so. " * 40}) + "\n" for i in range(5)))
+    code, shown, errors = command("--eval-dataset-dir", "few=few.jsonl", "--sets", "few,law")
+    assert code == 0 and shown.splitlines()[-1].startswith(
+        "few documents in few: fewer than 20 distinct ones each, in 20"
+    )
+
     code, shown, errors = command("--json", "--weights", "ema", "--eval-dataset-dir", "new=seen.jsonl", "--sets", "new")
     found = json.loads(shown)
     assert code == 0 and (found["run"], found["step"], found["weights"]) == ("run", 4, "ema")

@@ -54,7 +54,8 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
 
 def table(measured) -> list[str]:
     """An `Evaluation` as lines of text."""
-    from curriculum.record.wording import columns, metric_texts, metric_titles
+    from curriculum.record.wording import columns, few_documents, metric_texts, metric_titles
+    from evalsets.metrics import clusters
     from evalsets.summary import Summary
 
     header = ("set", *metric_titles(Summary), "windows", "documents")
@@ -64,4 +65,6 @@ def table(measured) -> list[str]:
         counts = (f"{evalset.num_windows:,}", f"{evalset.num_documents:,}")
         rows.append((name, *metric_texts(vars(summary), Summary), *counts))
     title = f"{measured.run}: step {measured.step:,}, {measured.weights} weights"
-    return [title, *columns(rows, right=range(1, len(header)), indent="")]
+    few = [name for name in measured.summaries if clusters(measured.evalsets[name].origin_N)[1] == "blocks"]
+    footer = [f"few documents in {few_documents(few)}"] if few else []
+    return [title, *columns(rows, right=range(1, len(header)), indent=""), *footer]
