@@ -182,7 +182,7 @@ CONFIGS = [
     Row("config is empty", write("c.yaml", ""), PLAN, "c.yaml", "is empty; expected a YAML config with sources"),
     Row("config of comments", write("c.yaml", "# later\n"), PLAN, "c.yaml", "is empty; expected"),
     Row("config is a list", write("c.yaml", "[1, 2]"), PLAN, "c.yaml:1:1", "expected a mapping of sections"),
-    Row("config is text", write("c.yaml", "hello"), TRAIN, "c.yaml:1:1", "expected a mapping of sections"),
+    Row("config is text", write("c.yaml", "hello"), TRAIN, "c.yaml:1:1", 'got "hello", expected a mapping of sections'),
     Row("config in Latin-1", write("c.yaml", GOOD.replace("small", "é").encode("latin-1")), PLAN, "byte 6", "UTF-8"),
     Row("config in UTF-16", write("c.yaml", GOOD.encode("utf-16")), PLAN, "c.yaml: byte 0", "expected a YAML text file"),
     Row("config with NUL", config("name: small", "name: sm\0all"), PLAN, "c.yaml", "not YAML: "),

@@ -213,7 +213,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     by_name, by_number = load(GOOD, f"phases.{second}.ramp_steps=3"), load(GOOD, "phases[1].ramp_steps=3")
     assert by_name.phases[1].ramp_steps == 3 and by_name == by_number != load(GOOD)
     assert by_name.command_line == by_number.command_line == [f"--set phases.{second}.ramp_steps=3"]
-    assert problems("- {a: 1}\n", "0.a=2") == ["c.yaml:1:1: got list, expected a mapping of sections"]
+    assert problems("- {a: 1}\n", "0.a=2") == ['c.yaml:1:1: got [{"a": 1}], expected a mapping of sections']
     assert problems(GOOD, "phases.c.until=3") == [
         f"--set phases.c.until=3: phases has 2 entries (0 to 1), got 'c' (names: {load(GOOD).phases[0].name}, {second})"
     ]
@@ -470,7 +470,7 @@ def test_files_that_are_not_text(folder):
     with pytest.raises(InputError, match="byte 6: not UTF-8"):
         load_config("bad.yaml")
     assert "is empty" in problems("")[0]
-    assert "got list, expected a mapping" in problems("[1]")[0]
+    assert "got [1], expected a mapping" in problems("[1]")[0]
 
 
 def test_plain_data_builds_a_config_for_library_use(folder):

@@ -118,8 +118,8 @@ def _plain_text(file: SourceFile) -> Iterator[Piece]:
             if (nul := block.find(b"\0")) >= 0:
                 raise InputError(
                     f"{file.path}: byte {offset_bytes + nul} is NUL; expected plain UTF-8 text (a binary"
-                    f" or compressed file? leave it out with glob:, or give a flat {FLAT} as the path itself; UTF-16? "
-                    "convert it to UTF-8)"
+                    f" or compressed file? leave it out with glob:; a flat {FLAT} of tokens? that is no text, but may "
+                    "be the path of a source; UTF-16? convert it to UTF-8)"
                 )
             undecoded_bytes = len(decoder.getstate()[0])
             try:

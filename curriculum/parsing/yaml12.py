@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.parsing.variables import NAME, substitute
 
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
@@ -148,7 +148,7 @@ def read_yaml(path) -> tuple[dict, Origin]:
     if data is None:
         raise InputError(f"{path}: is empty; expected a YAML config with sources, phases, evalsets and train")
     if not isinstance(data, dict):
-        raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
+        raise InputError(origin.problem("", f"got {shown(data)}, expected a mapping of sections"))
     return data, origin
 
 
