@@ -48,8 +48,8 @@ MORE_STEPS, MORE_EPOCHS = "train.steps", "sources.NAME.max_epochs"  # what is ra
 class Console:
     """Prints the events and rows of one process to `stream` and to `<run>/train.log`.
 
-    resume_command: gives the command that goes on with this run, from the step and whether to train for longer; without
-        it only the checkpoint is named.
+    resume_command: gives the command that goes on with this run, from the step and the key to raise for that, if any;
+        without it only the checkpoint is named.
     device_lines: what this process trains on, printed once as it begins.
     progress_every_seconds: least time between two lines of progress; a terminal shows every row, in place.
     clock: seconds, used for that alone; every time shown comes from the events.
@@ -58,7 +58,7 @@ class Console:
     def __init__(
         self,
         run_dir: Path,
-        resume_command: Callable[[str, bool], str] | None = None,
+        resume_command: Callable[[str, str | None], str] | None = None,
         stream: TextIO | None = None,
         progress_every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
