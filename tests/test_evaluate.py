@@ -229,6 +229,18 @@ def test_a_set_of_copies_is_told(folder):
     assert one.startswith("eval set copies is one document of 2 windows: no standard error")
 
 
+def test_copies_that_a_set_does_not_measure_are_not_counted(folder):
+    web = [json.loads(line)["text"] for line in Path("web.jsonl").read_text().splitlines()]
+    held_out = documents_of(evaluate("run", sets=["val"], store_dir="store").evalsets["val"])
+    text = next(text for text in web if text and text not in held_out)
+    Path("copies.jsonl").write_text((json.dumps({"text": text}) + "\n") * 60)
+    given = {"eval_dataset_dirs": {"copies": "copies.jsonl"}, "overrides": ["evalsets.sets.copies.max_sequences=9"]}
+    measured = evaluate("run", **given, sets=["copies"], store_dir="store")
+    num = measured.evalsets["copies"].num_documents
+    assert 1 <= num <= 9
+    assert measured.warnings[0].startswith(f"{num} of {num} documents of copies also occur in source web")
+
+
 def test_a_set_that_may_be_rows_is_told(folder):
     Path("rows.json").write_text(json.dumps([{"text": "a row that no source has " * 4}] * 3))
     measured = evaluate("run", eval_dataset_dirs={"rows": "rows.json"}, sets=["rows"], store_dir="store")

@@ -23,7 +23,7 @@ from curriculum.data.config_stores import (
     split_stores,
 )
 from curriculum.data.documents import empty_warnings, file_warnings
-from curriculum.data.held_out import eval_documents, first_eval_documents, held_out_piece, measured_hashes
+from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_tokenizer, prepare_tokenizer
 from curriculum.data.split import Split, overlapping
@@ -172,11 +172,8 @@ def find_trained_on(
         own = store.documents["hash"][split.held_out]
         tail = None if split.cut is None else divided_document(stores, evalset.held_out_of)
         if evalset.max_sequences is not None:
-            measured = measured_hashes(store, tokenizer, split, config.eval_seq_len, evalset.max_sequences)
-            own = own[overlapping(own, measured)]
-            piece = held_out_piece(store, tokenizer, split)
-            if piece is not None and not overlapping(np.array([piece.hash], np.uint64), measured).any():
-                tail = None
+            own, measures_tail = measured_hashes(store, tokenizer, split, config.eval_seq_len, evalset.max_sequences)
+            tail = tail if measures_tail else None
         counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in read.items()}
         if tail is not None:
             for source, hashes in read.items():

@@ -93,12 +93,19 @@ def first_eval_documents(
     return [*([] if piece is None else [piece]), *(read[number] for number in sorted(read))]
 
 
-def measured_hashes(store: Store, tokenizer: Tokenizer, split: Split, seq_len: int, max_sequences: int) -> np.ndarray:
-    """The hashes of the documents that an eval set of at most `max_sequences` windows measures, u64 [D, 2]."""
+def measured_hashes(
+    store: Store, tokenizer: Tokenizer, split: Split, seq_len: int, max_sequences: int
+) -> tuple[np.ndarray, bool]:
+    """What an eval set of at most `max_sequences` windows measures.
+
+    Returns the hashes of the whole documents, u64 [D, 2], and whether it measures the tail of a divided one too.
+    """
     documents = first_eval_documents(store, tokenizer, split, seq_len, max_sequences)
     hashes = np.array([document.hash for document in documents], np.uint64).reshape(-1, 2)
     windows = np.array([_num_windows(document, seq_len) for document in documents], int)
-    return hashes[smallest_hashes(hashes, windows, max_sequences)]
+    measured = smallest_hashes(hashes, windows, max_sequences)
+    is_tail = (measured == 0) & (split.cut is not None)  # which comes first
+    return hashes[measured[~is_tail]], bool(is_tail.any())
 
 
 def _num_windows(document: EvalDocument, seq_len: int) -> int:
