@@ -16,7 +16,7 @@ def lasting() -> Iterator[None]:
     again, and once more at exit, which takes 7 % of a plan's time.
 
     Ctrl-C leaves the process without raising KeyboardInterrupt, which amid the imports of jax was lost at times, and at
-    times ended in a segmentation fault. An import leaves nothing on disk that would have to be cleaned up.
+    times ended in a segmentation fault. Nothing is on the disk yet that would have to be cleaned up.
     """
     main = threading.current_thread() is threading.main_thread()
     if ours := main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -29,7 +29,7 @@ def lasting() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
-        if ours:
+        if ours and signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

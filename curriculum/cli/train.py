@@ -75,14 +75,12 @@ def command(
         config, run_dir, unused = config_going_on(config_path, run_dir, changes)
     run_dir = run_dir or Path("runs") / config.name
 
-    with lasting():
+    with lasting():  # before the processes connect: Ctrl-C in it leaves without a word to others
+        from curriculum.train.dry_run import dry_run as run_dry
         from curriculum.train.processes.together import check_same, is_first, joined
+        from curriculum.train.trainer import train
 
     with joined(launch, join_seconds):
-        with lasting():
-            from curriculum.train.dry_run import dry_run as run_dry
-            from curriculum.train.trainer import train
-
         check_same(lambda: {"--dry-run": "yes" if dry_run else "no"})
         for line in unused if is_first() else ():
             click.echo(line, err=True)
