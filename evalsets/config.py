@@ -57,7 +57,7 @@ class GoldConfig:
     minimise: str = "primary/loss"
     """SET/loss, SET/bpb or SET/perplexity of one eval set; the lowest is the best."""
     subject_to: dict[str, Limit] = field(default_factory=dict)
-    """Limits on other eval sets. If none is given, each other set keeps from being the gold what raised its alarm."""
+    """How far other eval sets may rise at the gold. If none is given, no other set may have an alarm."""
     overfit_ratio: float | None = 5.0
     """Highest ratio of the validation loss to the recent training loss; null: no limit."""
     consecutive_rises: int | None = 2

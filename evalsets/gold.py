@@ -285,11 +285,11 @@ def _objections(config: GoldConfig, state: GoldState, measured: Measured, value:
             found.append(("overfit", f"overfit: val loss is {now}x the training loss, overfit_ratio is {most}x"))
 
     minimised, at_gold = config.target[0], {} if state.gold is None else state.gold.losses
+    alarms = {} if config.subject_to else measured.regressed  # limits, if any, say all of what may rise and how far
     offenders = [
         f"{_shown(name)} {r.before:.4f}→{r.now:.4f} ({r.delta:+.4f} ± {r.half_interval:.4f})"
-        for name, r in measured.regressed.items()
-        if not config.subject_to
-        and name != minimised  # what may rise, and how far, is said by the limits if there are any
+        for name, r in alarms.items()
+        if name != minimised
         # A set that is no worse than at the gold loses nothing by this candidate, though it has been better between.
         and not (at_gold.get(name) is not None and r.now <= at_gold[name])
     ]

@@ -303,7 +303,7 @@ VERDICTS = [
     (
         stamped("eval_regression", 500, offenders=[OFFENDERS[2] | {"repeated": {"law": [0.0, 6.125]}}], action=None),
         "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
-        "(since step 400: web 0.8 → 0.1, law 0 → 0.9, epochs of law 0 → 6.12)",
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9, epochs of law 0.00 → 6.12)",
     ),
     (
         stamped("eval_regression", 500, offenders=OFFENDERS[2:3], action="kept as kept/500"),
@@ -709,8 +709,8 @@ def test_if_nothing_but_the_initial_parameters_passed_the_last_objection_is_told
     blocked = stamped("gold_blocked", 500, reason="eval regression: books 4.0→4.3", guard="regression")
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), blocked, complete(gold_step=0))
     assert lines[-2:] == [
-        "               (gold blocked at step 500: eval regression: books 4.0→4.3;",
-        "               evalsets.gold: what is minimised; subject_to: how far each set may rise)",
+        "               (gold blocked at step 500: eval regression: books 4.0→4.3)",
+        "               (evalsets.gold.subject_to says how far each other set may rise)",
     ]
 
 

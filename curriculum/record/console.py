@@ -222,8 +222,9 @@ class Console:
                 yield "               (the run's initial parameters: no later eval was lower and passed every guard;"
                 yield "               eval and export take another checkpoint with --step, such as latest)"
                 if self._blocked is not None:
-                    yield f"               ({verdict(self._blocked)};"
-                    yield "               evalsets.gold: what is minimised; subject_to: how far each set may rise)"
+                    yield f"               ({verdict(self._blocked)})"
+                    if self._blocked["guard"] in ("regression", "limit"):
+                        yield "               (evalsets.gold.subject_to says how far each other set may rise)"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
