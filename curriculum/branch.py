@@ -115,9 +115,12 @@ def branch(
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
 
 
-def go_on_command(run_dir: Path, store_dir: str | Path, *, own_model: bool = False) -> str:
+def go_on_command(
+    run_dir: Path, store_dir: str | Path, *, own_model: bool = False, own_optimizer: str | None = None
+) -> str:
     """The command that resumes a branch that was begun."""
-    return resume_command(RunDirectory(run_dir).own_config, run_dir, store_dir, own_model=own_model)
+    own = {"own_model": own_model, "own_optimizer": own_optimizer}
+    return resume_command(RunDirectory(run_dir).own_config, run_dir, store_dir, **own)
 
 
 def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) -> None:
@@ -126,7 +129,8 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
         raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     directory.check_usable()
     if directory.holds_run():
-        command = go_on_command(directory.path, store_dir, own_model=own_model)
+        own_optimizer = directory.resolved()["derived"].get("own_optimizer") if directory.has_config else None
+        command = go_on_command(directory.path, store_dir, own_model=own_model, own_optimizer=own_optimizer)
         from_file = directory.own_config.exists()  # else no command continues it
         more = f", or continue a branch begun there: {command}" if from_file else ""
         raise InputError(f"--run-dir {directory.path}: already holds a run; choose another{more}")

@@ -14,7 +14,7 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig
-from curriculum.errors import InputError, no_such, shown
+from curriculum.errors import InputError, no_such
 from curriculum.model.presets import ModelSection
 from curriculum.parsing.options import apply_options, options_of
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
@@ -129,8 +129,10 @@ def load_config(
     `continues` is the directory of the run that goes on, which needs no other run any more. Without `check_paths` the
     data need not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
     """
-    if isinstance(path, Mapping):
-        raise InputError("load_config: got a mapping, expected the path of a file; build_config takes a mapping")
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(
+            f"load_config: got a {type(path).__name__}, expected the path of a file; build_config takes a mapping"
+        )
     data, origin = read_yaml(path)
     options = options_of(overrides, dataset_dirs, eval_dataset_dirs, init_from, keep_optimizer)
     apply_options(options, data, origin, remembered)
@@ -140,8 +142,12 @@ def load_config(
 def check_is_config(given: Any) -> None:
     """Raise InputError for what is no Config, such as the path of its file."""
     if not isinstance(given, Config):
-        call = f"load_config({str(given)!r})" if isinstance(given, str | os.PathLike) else "load_config(PATH)"
-        raise InputError(f"config: got {shown(given)}, expected a Config, as {call} gives it")
+        got, call = f"a {type(given).__name__}", "load_config(PATH)"
+        if isinstance(given, str | os.PathLike):
+            got, call = repr(str(given)), f"load_config({str(given)!r})"
+        elif isinstance(given, Mapping):
+            call = "build_config({...})"
+        raise InputError(f"config: got {got}, expected a Config, as {call} gives it")
 
 
 def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:

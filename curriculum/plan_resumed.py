@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.config import Config
+from curriculum.config import Config, check_is_config
 from curriculum.data.corpus import find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
 from curriculum.record.events import check_offsets, plain
@@ -36,6 +36,7 @@ def plan_resumed(
     such checkpoint, or if the config changes what is trained already. Text that is not prepared is not compared, and a
     warning says so. Arrays are verified by their checksums but not loaded.
     """
+    check_is_config(config)
     directory = RunDirectory(Path(run_dir))
     directory.check_usable()
     resumed, under_way = going_back.to_continue(directory, resume)

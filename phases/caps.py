@@ -94,7 +94,7 @@ def _until_the_end(
                 message = (
                     f"the first update would read more than {supply.cap_text} of {name} ({supply.num_tokens:,} tokens "
                     "an epoch), so nothing is left to train on; raise max_epochs, give the source more text, or lower "
-                    "train.batch_size"
+                    "the batch size"
                 )
                 fail(f"sources.{name}.max_epochs", message)
             why = f"the run stops at step {step}: {name} is limited to {supply.cap_text}"

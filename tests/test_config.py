@@ -54,6 +54,17 @@ def problems(text=GOOD, *overrides, **options):
     return list(error.value.problems)
 
 
+def test_a_name_that_a_directory_cannot_have_is_told_with_one_that_it_can(folder):
+    """A = in a path parts a name from it."""
+    (folder / "data").mkdir()
+    (folder / "data/lang=de").mkdir()
+    (problem,) = problems(eval_dataset_dirs=["data/lang=de"])
+    assert problem.startswith("--eval-dataset-dir data/lang=de: got the name 'data/lang', expected letters")
+    assert problem.endswith("; give another: --eval-dataset-dir NAME=data/lang=de")
+    (problem,) = problems(eval_dataset_dirs={"x=y": "web.txt"})
+    assert problem.startswith("--eval-dataset-dir x=y=web.txt: got the name 'x=y', expected letters")
+
+
 def test_a_good_config_has_its_values_and_defaults(folder):
     config = load()
     assert config.phases[1].lr.peak == 3e-4 and config.optim.lr == 6e-4

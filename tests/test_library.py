@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from curriculum.generate import generate
 from curriculum.model.formats.safetensors_writer import write_safetensors
 from curriculum.model.model import Model, check_model
 from curriculum.plan import plan
+from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run, run_directory
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run
@@ -303,16 +305,16 @@ def test_a_model_of_ones_own_may_have_longer_sequences_than_the_presets(tmp_path
 
 
 def test_calls_with_what_is_no_config_are_refused(tmp_path, text_folder):
-    for call in (plan, dry_run, lambda config: train(config, tmp_path / "run")):
-        with pytest.raises(
-            InputError, match=r'^config: got "c.yaml", expected a Config, as load_config\(.c.yaml.\) gives'
+    resumed = partial(plan_resumed, run_dir=tmp_path / "run")
+    for call in (plan, resumed, dry_run, lambda config: train(config, tmp_path / "run")):
+        for given, told in (
+            ("c.yaml", r"got 'c.yaml', expected a Config, as load_config\('c.yaml'\) gives it"),
+            ({"name": "x"}, r"got a dict, expected a Config, as build_config\({...}\) gives it"),
+            (None, r"got a NoneType, expected a Config, as load_config\(PATH\) gives it"),
         ):
-            call("c.yaml")
-        with pytest.raises(InputError, match=r'^config: got {"name": "x"}, expected a Config, as load_config\(PATH\)'):
-            call({"name": "x"})
-    with pytest.raises(
-        InputError, match="^load_config: got a mapping, expected the path of a file; build_config takes"
-    ):
+            with pytest.raises(InputError, match=f"^config: {told}$"):
+                call(given)
+    with pytest.raises(InputError, match="^load_config: got a dict, expected the path of a file; build_config takes"):
         load_config(config_data(text_folder))
     assert not (tmp_path / "run").exists()
 

@@ -14,7 +14,7 @@ from curriculum.config import build_config, load_config
 from curriculum.data.corpus import find_sizes, load_corpus
 from curriculum.errors import InputError
 from curriculum.plan import plan, plan_of
-from curriculum.plan_warnings import few_scored_targets, schedule_warnings
+from curriculum.plan_warnings import MAX_EPOCHS_WORTH_FRESH, few_scored_targets, schedule_warnings
 from curriculum.scheduling import check_schedule, mean_steps, resolve_schedule
 from phases.declared import Curriculum
 from phases.lr import LrSchedule
@@ -112,11 +112,17 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
         law = replace(config.sources["law"], max_epochs=max_epochs, on_exhaust="repeat")
         config = replace(config, sources={**config.sources, "law": law})
         load_corpus(config, tmp_path / "store")
-        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "max_epochs" in w]
+        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "law is read" in w]
 
     # 97 sequences of 49.
     assert warnings_of(1.5) == ["law is read 1.98 times, beyond its max_epochs of 1.5, as on_exhaust is repeat"]
     assert warnings_of(2) == []
+    config = config_of(tmp_path)  # often enough that repeating alone would be told
+    law = replace(config.sources["law"], max_epochs=1.5, on_exhaust="repeat")
+    config, sizes = replace(config, sources={**config.sources, "law": law}), {"web": 10**6, "law": 480}
+    found = schedule_warnings(config, resolve_schedule(config, sizes), sizes)
+    (told,) = [warning for warning in found if "law is read" in warning]
+    assert float(told.split()[3]) > MAX_EPOCHS_WORTH_FRESH and "beyond its max_epochs" in told
 
 
 def test_what_fills_no_sequence_is_told_if_it_is_more_than_2_percent(tmp_path):

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run
+from curriculum.train import trainer
+from curriculum.train.resuming import opening
 from curriculum.train.trainer import train
 from curriculum.views.inspection import inspect_run
 
@@ -216,6 +219,20 @@ def test_an_earlier_checkpoint_that_would_do_is_named_alike(place):
     assert planned.value.problems == trained.value.problems
     assert planned.value.details == trained.value.details != []
     assert planned.value.details[-1].endswith("--resume 10")
+
+
+def test_a_plan_asks_for_no_login_and_a_run_asks_once_its_schedule_is_known_to_resolve(place, monkeypatch):
+    asked = []
+    for module in (opening, trainer):
+        monkeypatch.setattr(module, "check_wandb", asked.append)
+    wandb = {"project": "p", "mode": "online"}
+    for train__steps in (16, 20):  # at 20 the rate jumps, as it has decayed at 12
+        config = config_of(place, train__steps=train__steps, logging__wandb=wandb)
+        with suppress(InputError):
+            plan_resumed(config, place / "run", store_dir=place / "store")
+    with pytest.raises(InputError, match="the learning rate jumps"):
+        train(config, place / "run", resume="latest", store_dir=place / "store")
+    assert asked == []
 
 
 def test_a_source_whose_documents_an_eval_set_has_is_unknown_while_the_set_is(place, tmp_path):

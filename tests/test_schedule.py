@@ -495,7 +495,7 @@ def test_a_stop_before_the_first_update_is_an_error_of_its_source():
     assert problem == (
         "sources.web.max_epochs",
         "the first update would read more than 0.001 epochs of web (1,000 tokens an epoch), so nothing is left to train "
-        "on; raise max_epochs, give the source more text, or lower train.batch_size",
+        "on; raise max_epochs, give the source more text, or lower the batch size",
     )
 
 

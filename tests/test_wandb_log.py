@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -351,6 +352,20 @@ def test_a_failure_of_wandb_is_told_once_and_the_record_goes_on(tmp_path):
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
     assert done.stderr.count("wandb failed; nothing more is logged to it:") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_failure_that_cannot_be_told_ends_no_training(tmp_path, monkeypatch):
+    """As with stderr in a file of the disk that is full."""
+    (tmp_path / "wandb").write_text("")
+    with open("/dev/full", "w", buffering=1) as full:  # as stderr is
+        monkeypatch.setattr("sys.stderr", full)
+        record = begin(tmp_path)
+        train(record, 0, 4)
+        record.close()
+        monkeypatch.undo()
+        with suppress(OSError):  # what it still holds
+            full.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [2, 4]
 
 
 def test_an_id_that_is_still_in_use_ends_no_training(tmp_path, capfd):

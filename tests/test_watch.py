@@ -328,7 +328,7 @@ def test_an_alarm_names_what_was_read_again(tmp_path, monkeypatch):
     assert 0 < law < 1  # is read for the first time
     again = {o["baseline"]: o["repeated"] for o in alarm["offenders"]}
     assert again == {"start": {"web": [0.0, now]}, "phase_start": {"web": [0.0, now]}, "best": {"web": [then, now]}}
-    assert f"(since step 6: epochs of web {then:.3g} → {now:.3g})" in (tmp_path / "run/train.log").read_text()
+    assert f"(since step 6: epochs of web {then:.2f} → {now:.2f})" in (tmp_path / "run/train.log").read_text()
 
 
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path, monkeypatch):

@@ -120,14 +120,15 @@ def named_directories(flag: str, items: Iterable[str] | Mapping[str, str | os.Pa
     by_name = isinstance(items, Mapping)
     for item in items.items() if by_name else items:
         if by_name:
-            name, directory = item[0], os.fspath(item[1])
+            name, directory = map(str, item)
             item = f"{name}={directory}"
         else:
             name, equals, directory = os.fspath(item).partition("=")
             if not equals:
                 name, directory = os.path.basename(os.path.abspath(item)), os.fspath(item)
         if name and not NAME.fullmatch(name):
-            fix = f"give another: {flag} NAME={shlex.quote(directory)}"
+            folder = item if not by_name and os.path.exists(item) else directory  # its own name may have a =
+            fix = f"give another: {flag} NAME={shlex.quote(os.fspath(folder))}"
             raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; {fix}")
         if not name or not directory:
             raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")

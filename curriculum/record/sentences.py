@@ -207,7 +207,7 @@ def what_changed(pair: Mapping[str, Any]) -> list[str]:
         moves.append(f"learning rate {raised[0]:.3g} → {raised[1]:.3g}")
     again = pair.get("repeated", {})
     by = {source: now - was for source, (was, now) in again.items()}
-    moves += largest(by, lambda source: f"epochs of {source} {again[source][0]:.3g} → {again[source][1]:.3g}")
+    moves += largest(by, lambda source: f"epochs of {source} {again[source][0]:,.2f} → {again[source][1]:,.2f}")
     return moves
 
 
