@@ -1,6 +1,7 @@
 """A run that begins from another: what it takes, what it remembers, what it refuses; and replay."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
+from evalsets.suite import Suite
 from phases.schedule import Phase
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
@@ -158,7 +160,8 @@ def test_the_command_and_a_resume_without_the_base(folder, command):
     assert code == 0, errors
     began = read_ledger(Path("base/checkpoints/4"))["history"]["started_at"]
     lineage = {
-        "init_from": "base", "run": "first", "started_at": began, "step": 4, "keep_optimizer": False, "lineage": None,
+        "init_from": "base", "run": "first", "started_at": began, "step": 4, "mixture": {"web": 1.0},
+        "keep_optimizer": False, "lineage": None,
     }  # fmt: skip
     run = load_run("run")
     start, first = run.events[:2]
@@ -195,6 +198,7 @@ def test_the_command_and_a_resume_without_the_base(folder, command):
         "run": "second",
         "started_at": read_ledger(Path("run/checkpoints/4"))["history"]["started_at"],
         "step": 4,
+        "mixture": {"law": 1.0},
         "keep_optimizer": False,
         "lineage": lineage,
     }
@@ -501,6 +505,24 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
 def test_prepare_refuses_them_without_a_config(folder, command):
     code, _, errors = command("prepare", "--text", "law.txt", "--init-from", "base")
     assert code == 2 and "--init-from and --keep-optimizer go with CONFIG, not with --text" in errors
+
+
+def test_an_alarm_against_what_the_base_knew_names_what_the_base_was_trained_on(folder, monkeypatch):
+    measured, evals = Suite.run, []
+
+    def broken_after_the_first(self, params, names=None):
+        evals.append(names)
+        scale = math.inf if len(evals) > 1 else 1.0
+        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
+
+    monkeypatch.setattr(Suite, "run", broken_after_the_first)
+    train(
+        adapted("adaptation.replay={web: 0.25}", dataset_dirs=["law=law.txt", "web=web.txt"]), "run", store_dir="store"
+    )
+    (alarm, *_) = [e for e in load_run("run").events if e["event"] == "eval_regression"]
+    assert alarm["step"] == 1 and {o["baseline_step"] for o in alarm["offenders"]} == {0}
+    assert all(o["mixture_change"] == {"law": [0.0, 0.75], "web": [1.0, 0.25]} for o in alarm["offenders"])
+    assert "(since step 0: law 0 → 0.75, web 1 → 0.25)" in Path("run/train.log").read_text()
 
 
 def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):

@@ -23,7 +23,7 @@ from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.parsing.typed import Limits
 from curriculum.run_directory import RunDirectory, step_folders
 from phases.clocks import percentage
-from phases.schedule import Phase
+from phases.schedule import Phase, segments_from_json
 
 if TYPE_CHECKING:
     from curriculum.config import Config
@@ -90,9 +90,17 @@ class Base:
             "run": self.config["name"],
             "started_at": self.started_at,
             "step": self.step,
+            "mixture": self._mixture,
             "keep_optimizer": keep_optimizer,
             "lineage": self.ledger["lineage"],
         }
+
+    @property
+    def _mixture(self) -> dict[str, float] | None:
+        """The shares of its sources in the newest update before the checkpoint; None if there was none."""
+        last = self.step - 1
+        segments = segments_from_json(self.ledger["segments"])
+        return next((segment.mixture_at(last) for segment in segments if segment.start <= last < segment.end), None)
 
 
 @dataclass(frozen=True)

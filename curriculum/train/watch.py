@@ -338,6 +338,8 @@ def _interval(change: Change) -> list[float] | None:
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
     then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
+    if baseline_step == 0 and setup.lineage is not None:  # what the parameters of step 0 were trained on
+        then = setup.lineage.get("mixture") or then  # a folder has none
     shape_then, shape_now = (shape_of(setup.course.segment_at(s), setup.config) for s in (baseline_step, step))
     first_piece = setup.course.schedule.segments[0].lr[0]
     warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
