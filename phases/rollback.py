@@ -78,7 +78,8 @@ def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
     for name in segment.quotas.sources:
         cap = supplies[name].cap_tokens
         if cap is not None and cursors[name] > max(cap, segment.cursors[name]):
-            raise RollbackRefused(f"more than {supplies[name].cap_text} of {name} would be read by step {segment.end}")
+            over = f"more than {supplies[name].cap_text} of {name} would be read by step {segment.end}"
+            raise RollbackRefused(f"{over}; a higher max_epochs of it leaves room")
 
 
 def judged_from(schedule: Schedule) -> np.ndarray:

@@ -153,7 +153,9 @@ def test_a_source_is_never_read_beyond_its_cap(on_exhaust):
     if on_exhaust == "repeat":
         pass_over(resolved(supplies=supplies), supplies, 60, 30)
         return
-    with pytest.raises(RollbackRefused, match=r"^more than 0\.\d+ epochs of law would be read by step 120$"):
+    with pytest.raises(
+        RollbackRefused, match=r"^more than 0\.\d+ epochs of law would be read by step 120; a higher max_epochs of it"
+    ):
         pass_over(resolved(supplies=supplies), supplies, 60, 30)
 
 
