@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import StandardCheckpointer
+from tiny_run import worse_from
 
 from curriculum.cli.main import run_command
 from curriculum.cli.plan import table
@@ -31,7 +32,6 @@ from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
-from evalsets.suite import Suite
 from phases.schedule import Phase
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
@@ -508,14 +508,7 @@ def test_prepare_refuses_them_without_a_config(folder, command):
 
 
 def test_an_alarm_against_what_the_base_knew_names_what_the_base_was_trained_on(folder, monkeypatch):
-    measured, evals = Suite.run, []
-
-    def broken_after_the_first(self, params, names=None):
-        evals.append(names)
-        scale = math.inf if len(evals) > 1 else 1.0
-        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
-
-    monkeypatch.setattr(Suite, "run", broken_after_the_first)
+    worse_from(monkeypatch, 1, factor=math.inf)
     train(
         adapted("adaptation.replay={web: 0.25}", dataset_dirs=["law=law.txt", "web=web.txt"]), "run", store_dir="store"
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import tiny_data, tiny_train, write_corpus
+from tiny_run import tiny_data, tiny_train, worse_from, write_corpus
 
 from curriculum.config import build_config
 from curriculum.plan_warnings import evalset_warnings
@@ -238,11 +238,6 @@ def test_a_set_above_the_untrained_model_raises_no_alarm_before_its_source_is_re
 
 
 def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
-    measured = Suite.run
-
-    def worse(self, params, names=None):
-        return {name: r._replace(nats_N=3 * r.nats_N) for name, r in measured(self, params, names).items()}
-
     def begin_with(mixture):
         return tiny_data(
             write_corpus(tmp_path),
@@ -255,7 +250,7 @@ def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
         )
 
     train(build_config(begin_with({"law": 0.5, "web": 0.5})), tmp_path / "run", store_dir=tmp_path / "store")
-    monkeypatch.setattr(Suite, "run", worse)
+    worse_from(monkeypatch, 0)
     gone = begin_with({"web": 1.0})
     del gone["sources"]["law"]
     train(build_config(gone), tmp_path / "run", resume=2, accept_past=True, store_dir=tmp_path / "store")
@@ -265,14 +260,7 @@ def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):
-    measured, evals = Suite.run, []
-
-    def worse_at_the_end(self, params, names=None):
-        evals.append(names)
-        scale = 3 if len(evals) > 4 else 1
-        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
-
-    monkeypatch.setattr(Suite, "run", worse_at_the_end)
+    worse_from(monkeypatch, 4)
     tiny_train(
         write_corpus(tmp_path),
         tmp_path / "run",
@@ -303,14 +291,7 @@ def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):
 
 
 def test_an_alarm_names_what_was_read_again(tmp_path, monkeypatch):
-    measured, evals = Suite.run, []
-
-    def worse_from_the_fourth_on(self, params, names=None):
-        evals.append(names)
-        scale = 3 if len(evals) > 4 else 1
-        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
-
-    monkeypatch.setattr(Suite, "run", worse_from_the_fourth_on)
+    worse_from(monkeypatch, 4)
     tiny_train(
         write_corpus(tmp_path),
         tmp_path / "run",

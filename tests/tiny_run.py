@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from compared_runs import saved_arrays, without_clock
 from curriculum.config import build_config
 from curriculum.run import load_run
 from curriculum.train.trainer import train
+from evalsets.suite import Suite
 
 WORDS = {"web": "the quick brown fox jumps over a lazy dog", "law": "whereas the party of first part shall"}
 
@@ -87,3 +89,14 @@ def flip_bit(path: Path, byte: int | None = None) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if byte is None else byte] ^= 4
     path.write_bytes(content)
+
+
+def worse_from(monkeypatch, first: int, factor: float = 3.0) -> None:
+    """Multiply the nats that evals measure by `factor`, from eval number `first` on; the next eval is number 0."""
+    measured, evals = Suite.run, count()
+
+    def run(self, params, names=None):
+        scale = factor if next(evals) >= first else 1.0
+        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
+
+    monkeypatch.setattr(Suite, "run", run)
