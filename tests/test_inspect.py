@@ -356,24 +356,24 @@ def test_what_stands_regressed_is_told(tmp_path):
     path = write_run(tmp_path / "run", LOSSES, more={80: [("eval_regression", alarm)]})
     # The numbers are those of the alarm; the set was measured once more.
     assert (
-        "regressed law 2.1000 → 2.6000 at step 80 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60, "
-        "alarm since step 80; now 4.0000 at step 100\n" in shown(path)
+        "regressed law 2.1000 → 2.6000 at step 80 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60 "
+        "(since then: web 0.8 → 0.1), alarm since step 80; now 4.0000 at step 100\n" in shown(path)
     )
     # The start, the phase's start and the best may be one eval; an alarm that began at another step is another line.
     same = [offender("law", baseline, 60, first_step=80) for baseline in ("start", "phase_start", "best")]
     alarm["offenders"] = [*same, offender("val", "start", 0, first_step=60), offender("val", "best", 0, first_step=80)]
     path = write_run(tmp_path / "same", LOSSES, more={80: [("eval_regression", alarm)]})
     told = [line for line in shown(path).splitlines() if line.startswith("regressed")]
-    assert len(told) == 3 and "against its start, phase start and best at step 60, alarm since step 80" in told[0]
+    assert len(told) == 3 and "against its start, phase start and best at step 60 (since then: web " in told[0]
     assert (
-        "against its start at step 0, alarm since step 60" in told[1]
-        and "its best at step 0, alarm since step 80" in told[2]
+        "against its start at step 0 (since then: web 0.8 → 0.1), alarm since step 60" in told[1]
+        and "its best at step 0 (since then: web 0.8 → 0.1), alarm since step 80" in told[2]
     )
     page = report([load_run(path)])
     assert page.count("law 2.1000 → 2.6000") == 1 and page.count("its start, phase start and best at step 60") == 1
     alarm["offenders"] = [offender("law", "best", 60, first_step=80)]
     path = write_run(tmp_path / "ended", LOSSES, more={100: [("eval_regression", alarm)]})
-    assert "at step 60, alarm since step 80\n" in shown(path)
+    assert "at step 60 (since then: web 0.8 → 0.1), alarm since step 80\n" in shown(path)
 
 
 def test_a_set_that_may_be_worse_is_told_of_while_it_is_measured(tmp_path):
@@ -443,7 +443,8 @@ def test_evals_of_averages_and_what_is_not_finite(tmp_path):
     lost = {**offender("law", "best", 40, first_step=60), "baseline_loss": 3.6, "interval": ["NaN", "NaN"]}
     alarm = ("eval_regression", {"phase": "domain", "offenders": [lost | {"loss": "NaN", "delta": "NaN"}]})
     path = write_run(tmp_path / "run", losses, averages={"ema": lambda step: 2.5}, more={60: [alarm]})
-    assert "regressed law 3.6000 → nan at step 60 against its best at step 40, alarm since step 60" in shown(path)
+    since = "(since then: web 0.8 → 0.1), alarm since step 60"
+    assert f"regressed law 3.6000 → nan at step 60 against its best at step 40 {since}" in shown(path)
     points = eval_points(load_run(path).events)
     assert set(points) == {"val", "law", "val@ema", "law@ema"}
     assert [p.step for p in points["val@ema"]] == [20, 40, 60, 80, 100] and points["val@ema"][0].loss == 2.5

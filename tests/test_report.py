@@ -145,7 +145,7 @@ def test_what_the_page_of_a_run_says(rich):
         "law", "law", "3.0000", "0.0000", "1.0820", "4.0000", "3.0000 at 100", "0.0213", "25", "50", "750"
     )
     assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
-                        "step 60, alarm since step 80; since then: web 0.8 → 0.1", "action: kept as kept/80")  # fmt: skip
+                        "step 60 (since then: web 0.8 → 0.1), alarm since step 80", "action: kept as kept/80")  # fmt: skip
     assert page.has_row("80", "gold blocked", "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x")
     assert page.has_row("100", "★ gold", "law/loss 2.2000, was 2.5000")
     assert page.has_row("100", "○ recovered", "law")
@@ -216,7 +216,7 @@ def test_an_alarm_lists_what_is_new_and_names_what_stands(tmp_path):
     page = Checked(report([load_run(write_run(tmp_path / "run", {n: lambda step: 3.0 for n in names}, more=more))]))
     first, second = [row.split(" | ")[2:-1] for row in page.rows if "▲ regression" in row]
     assert [line.split()[0] for line in first] == names[1:]
-    told = "2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its start at step 0, alarm since step 60; since then"
+    told = "2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its start at step 0 (since then"
     assert [line.split(":")[0] for line in second[:2]] == [f"s1 {told}", f"val {told}"]
     still = ", ".join(f"s{i} (since step 40)" for i in range(2, 10))
     assert second[2:] == [f"still worse: {still} and 1 more"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from curriculum.record.events import number
 from curriculum.record.queries import shapes_of
-from curriculum.record.sentences import rise, sample_lines
+from curriculum.record.sentences import rise, sample_lines, what_changed
 from curriculum.record.wording import (
     columns,
     duration,
@@ -62,7 +62,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     standing = by_eval(facts["regressions"])
     if (more := len(standing) - _MOST_OFFENDERS) > 0:
         standing = sorted(standing, key=rise, reverse=True)[:_MOST_OFFENDERS]
-    lines += [f"  regressed     {offender(o)}" for o in standing]
+    lines += [f"  regressed     {offender(o, what_changed(o))}" for o in standing]
     lines += [f"  regressed     and {more} more"] if more > 0 else []
     said = least_seen(facts)
     if said or not facts["regressions"]:
@@ -165,8 +165,8 @@ def by_eval(offenders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**same[0], "baseline": listed([o["baseline"].replace("_", " ") for o in same])} for same in found.values()]
 
 
-def offender(o: Mapping[str, Any]) -> str:
-    """One result of `by_eval` as text: a set, and the eval that it is worse than.
+def offender(o: Mapping[str, Any], changed: Sequence[str] = ()) -> str:
+    """One result of `by_eval` as text: a set, the eval that it is worse than, and what `changed` since then.
 
     A standing alarm also has the step at which the rise was measured, and the set's last loss if that is newer.
     """
@@ -175,17 +175,18 @@ def offender(o: Mapping[str, Any]) -> str:
     if delta is not None and not math.isfinite(delta):  # the losses show it
         risen = ""
     measured = f" at step {o['step']:,}" if "step" in o else ""
+    since = f" (since then: {', '.join(changed)})" if changed else ""
     now = o.get("now")
     later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
     return (
         f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured}{risen} against its "
-        f"{o['baseline']} at step {o['baseline_step']:,}, alarm since step {o['first_step']:,}{later}"
+        f"{o['baseline']} at step {o['baseline_step']:,}{since}, alarm since step {o['first_step']:,}{later}"
     )
 
 
-def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
+def offender_in(event: Mapping[str, Any], o: Mapping[str, Any], changed: Sequence[str] = ()) -> str:
     """`offender` as a line under its event, without the step if it is the event's own."""
-    return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]})
+    return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]}, changed)
 
 
 def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:

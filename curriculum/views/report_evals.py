@@ -167,7 +167,7 @@ def log(run: Run) -> Markup:
                 case "eval_regression":
                     what = tag("span", "▲ regression", class_="bad")
                     new, still = new_offenders(event)
-                    lines = [offender_in(event, o) + _since_then(o) for o in by_eval(new)] + still
+                    lines = [offender_in(event, o, what_changed(o)) for o in by_eval(new)] + still
                     lines += [f"action: {event['action']}"] if event["action"] else []
                 case "eval_recovered":
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
@@ -208,11 +208,6 @@ def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
 def _after_colon(event: Mapping[str, Any]) -> str:
     """The verdict of an event without its name and step, which have columns of their own."""
     return verdict(event).partition(": ")[2]
-
-
-def _since_then(o: Mapping[str, Any]) -> str:
-    moves = what_changed(o)
-    return f"; since then: {', '.join(moves)}" if moves else ""
 
 
 def _broken(lines: Iterable[str]) -> Iterable[Markup]:
