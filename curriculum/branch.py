@@ -27,7 +27,7 @@ from curriculum.scheduling import declaration
 from curriculum.train.fields import branch_edit
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.edits import changes_since, find_edit, gone_on
-from curriculum.train.resuming.opening import check, check_apart, kept_tokenizer
+from curriculum.train.resuming.opening import check, check_apart, tokenizer_to_go_on
 from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
@@ -79,7 +79,7 @@ def branch(
     settled = _settled(edit.past.settled, whole, rollbacks)
     past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, going_on=None)
     check(config, past)
-    start, tokenizer = start_of(config, saved), kept_tokenizer(trunk.directory, config)
+    start, tokenizer = start_of(config, saved), tokenizer_to_go_on(trunk.directory, config, store_dir, saved)
     branched_from = _branching(run, trunk, at, config, whole, saved)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from, step)
     passed_over = bool(rollbacks) and at < newest["past_end"]

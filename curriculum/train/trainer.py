@@ -22,7 +22,7 @@ from curriculum.train.averages import averages_at
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.judge import Verdict, decide_gold, judge
-from curriculum.train.processes.together import from_first, is_first, leaving_on_error
+from curriculum.train.processes.together import first_then_all, from_first, is_first, leaving_on_error
 from curriculum.train.resuming import going_back, ledger, opening
 from curriculum.train.resuming.edits import edit_event, find_edit
 from curriculum.train.resuming.going_back import Rollback
@@ -71,7 +71,7 @@ def train(
         edit = find_edit(config, saved, accept_past=accept_past)
         opening.check_ahead(config, directory, saved["step"], edit.past)
         check_wandb(config.logging.wandb)
-        tokenizer = opening.kept_tokenizer(directory, config)
+        tokenizer = first_then_all(lambda: opening.tokenizer_to_go_on(directory, config, store_dir, saved))
         start = start_of(config, None if resumed is None else saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"], saved["step"])
         found = ledger.found_in(setup)

@@ -167,7 +167,7 @@ def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Proble
         if optimizer.get(key, was) != was:
             yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state belongs to {was}; {_OR_NEW}"
     if _other_tokenizer(saved, found):
-        yield "tokenizer", f"is not the one that the run was trained with; {_OR_NEW}"
+        yield OTHER_TOKENIZER
     for key, value in asdict(found.config.packing).items():
         if value != (was := saved["packing"][key]):
             got = f"got {shown(value)}, but the run was trained with {shown(was)}"
@@ -235,6 +235,7 @@ def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[s
 
 _OF_VOCABULARY = ("vocab_size", "num_ids")  # of an architecture
 _OR_NEW = "restore it, or start a new --run-dir"
+OTHER_TOKENIZER = "tokenizer", f"is not the one that the run was trained with; {_OR_NEW}"
 _OR_ACCEPT = ", or continue after the number of tokens already read: --accept-past"
 _CHAT = [f"chat.{role}" for role in ROLES]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
 from curriculum.data.config_stores import own_sources
+from curriculum.data.prepare import prepare_tokenizer
 from curriculum.data.sources import would_read
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.lock import RunLock
@@ -18,7 +20,7 @@ from curriculum.record.events import EVENTS
 from curriculum.record.wandb_log import check_wandb
 from curriculum.run_directory import RunDirectory, read_json, step_folders
 from curriculum.scheduling import NO_PAST, Past, check_schedule
-from curriculum.train.resuming import going_back
+from curriculum.train.resuming import going_back, ledger
 from curriculum.train.resuming.edits import find_edit
 from curriculum.train.resuming.resumed import Resumed
 
@@ -116,6 +118,21 @@ def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
         return None
     same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
     return load_tokenizer(directory.tokenizer) if same else None
+
+
+def tokenizer_to_go_on(
+    directory: RunDirectory, config: Config, store_dir: str | Path, saved: Mapping[str, Any]
+) -> Tokenizer:
+    """The tokenizer of a run that continues from the ledger `saved`: the one kept with it, or the config's.
+
+    Raises InputError if the config asks for another than the run's, before any text is prepared with it.
+    """
+    if kept := kept_tokenizer(directory, config):
+        return kept
+    tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
+    if tokenizer.fingerprint != saved["tokenizer"]:
+        raise config.error([ledger.OTHER_TOKENIZER])
+    return tokenizer
 
 
 def damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int, Path, str]]:
