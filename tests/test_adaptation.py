@@ -15,6 +15,7 @@ import pytest
 from orbax.checkpoint import StandardCheckpointer
 from tiny_run import worse_from
 
+from curriculum.branch import branch
 from curriculum.cli.main import run_command
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
@@ -516,6 +517,20 @@ def test_an_alarm_against_what_the_base_knew_names_what_the_base_was_trained_on(
     assert alarm["step"] == 1 and {o["baseline_step"] for o in alarm["offenders"]} == {0}
     assert all(o["mixture_change"] == {"law": [0.0, 0.75], "web": [1.0, 0.25]} for o in alarm["offenders"])
     assert "(since step 0: law 0 → 0.75, web 1 → 0.25)" in Path("run/train.log").read_text()
+
+
+@pytest.mark.parametrize("go_on", ["branch", "resume"])
+def test_another_seed_at_step_0_is_that_of_the_data_too(folder, go_on):
+    own = "logging.every=1", "evalsets.every=2"  # the checkpoint of step 1 knows gold/0
+    train(adapted(*own), "run", store_dir="store")
+    train(adapted(*own, "seed=7"), "begun", store_dir="store")
+    if go_on == "branch":
+        branch("run", 0, "again", overrides=["seed=7"], store_dir="store")
+    else:
+        shutil.copytree("run", "again")
+        train(adapted(*own, "seed=7"), "again", resume=0, store_dir="store")
+    losses, begun, again = ([row["loss"] for row in load_run(name).metrics] for name in ("run", "begun", "again"))
+    assert begun == again != losses and len(losses) == 2
 
 
 def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):

@@ -162,7 +162,7 @@ def _past(contrast: Contrast, changes: Sequence[Mapping[str, Any]]) -> Past:
         segments=cut(contrast.schedule.segments, frozen),
         settled=_settled(contrast),
         planned=planned,
-        seed=saved["data_seed"],
+        seed=saved["data_seed"] if frozen else None,
         sources=saved["sources"],
         going_on=going_on,
         rates_from=acts_from if any(map(_is_of_rates, changes)) else None,
