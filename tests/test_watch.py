@@ -1,15 +1,18 @@
 """What is remembered of the eval sets, told as plain data."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from compared_runs import saved_arrays
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_run import tiny_data, tiny_train, worse_from, write_corpus
 
 from curriculum.config import build_config
+from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.run import load_run
 from curriculum.scheduling import num_due
@@ -257,6 +260,22 @@ def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
     (alarm,) = [e for e in load_run(tmp_path / "run").events if e["event"] == "eval_regression"]
     changes = [(o["baseline_step"], o["mixture_change"]) for o in alarm["offenders"]]
     assert alarm["step"] == 3 and changes[0] == (0, {"web": [0.5, 1.0], "law": [0.5, 0.0]})
+
+
+def test_a_step_that_an_alarm_keeps_is_kept_by_a_resume_if_a_kill_came_before(tmp_path, monkeypatch):
+    evalsets = tiny_data(tmp_path)["evalsets"] | {"regression": {"action": "checkpoint"}}
+    sections = {"evalsets": evalsets, "checkpoint": {"every": 3, "keep": 9}}
+    worse_from(monkeypatch, 2)
+    tiny_train(write_corpus(tmp_path), tmp_path / "run", **sections)
+    (alarm, *_) = [e for e in load_run(tmp_path / "run").events if e["event"] == "eval_regression"]
+    assert (alarm["step"], alarm["action"]) == (6, "kept as kept/6")
+    monkeypatch.undo()
+    for step, kept in ((6, [6]), (3, [])):  # at 3 the alarm is yet to come, and does not come
+        shutil.copytree(tmp_path / "run", tmp_path / f"{step}")
+        shutil.rmtree(tmp_path / f"{step}/kept")
+        tiny_train(tmp_path, tmp_path / f"{step}", step, **sections)
+        assert checkpoint_steps(tmp_path / f"{step}/kept") == kept
+    assert saved_arrays(tmp_path / "6/kept/6") == saved_arrays(tmp_path / "run/kept/6")
 
 
 def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from curriculum.disk.append import tell
 from curriculum.disk.manifest import damage
 from curriculum.record.events import number, plain, record_name
+from curriculum.train.checkpoints.best import kept_as
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.gate import run_gate
 from curriculum.train.processes.together import from_first, is_first
@@ -84,7 +85,7 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
     if acts:  # the schedule already has their edits
         return [edit for edit in acts["edits"] if edit["kind"] == "replay"], acts["action"]
     if action == "checkpoint":
-        return [], f"kept as kept/{done}"
+        return [], kept_as(done)
     if done == course.total_steps or action == "log":
         return [], None
     if action == "stop":

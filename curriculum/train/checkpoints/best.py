@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from curriculum.disk.manifest import damage
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
+from curriculum.record.events import read_events
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.processes.together import from_first, is_first
@@ -45,6 +46,16 @@ def _damage(folder: Path) -> str | None:
     return damage(folder) if folder.is_dir() else "is gone"
 
 
+def kept_as(step: int) -> str:
+    """What an alarm's event says of a step that is kept for good."""
+    return f"kept as kept/{step}"
+
+
+def _was_to_be_kept(directory: RunDirectory, step: int) -> bool:
+    alarms = (e for e in read_events(directory.path) if e["event"] == "eval_regression" and e["step"] == step)
+    return any(alarm["action"] == kept_as(step) for alarm in alarms)
+
+
 def _golds_of(saved: Mapping[str, Any]) -> set[int]:
     """The steps of the golds that a ledger needs."""
     return kept_steps(GoldState.from_json(saved["history"]["gold"]))
@@ -76,6 +87,8 @@ class BestCheckpoints:
         for step in sorted(needed - set(self.gold.steps()) - bad.lost.keys()):
             self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the saves of the two
         self.kept.set_aside_after(last)
+        if last in self._needed_by and _was_to_be_kept(directory, last):
+            self.kept.adopt(directory.checkpoints / str(last))  # here too
 
     def __enter__(self) -> BestCheckpoints:
         return self
