@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import yaml
+from gguf_models import GPT2, LLAMA3_SCALING
 from huggingface_hub import ModelCard
 from written_run import offender, windows, write_run
 
@@ -398,7 +399,15 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
     assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
     # Not of training: a flat file may hold no bos token, where the tokenizer has one of its own.
     assert "begins with the token that preceded every document of the evals." in hf
-    assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
+    assert "llama-cli -m model.gguf" in gguf and 'CausalLM.from_pretrained(".", gguf_file="model.gguf")' in gguf
+    cards = []
+    for model in ({**GPT2, "n_kv_head": 2}, {"rope_scaling": LLAMA3_SCALING}):
+        exported = dataclasses.replace(EXPORTED, kind="gguf", config=dataclasses.replace(CONFIG, **model))
+        cards.append(sections(model_card(run, exported))["How to load it"])
+    gpt2, stretched = cards
+    assert 'CausalLM.from_pretrained(".", gguf_file="model.gguf", n_positions=64, n_inner=16)' in gpt2
+    assert 'Tokenizer.from_pretrained(".", gguf_file="model.gguf")' in gpt2
+    assert "llama-cli -m model.gguf" in stretched and "from_pretrained" not in stretched and "--format hf" in stretched
     assert "names a checkpoint of a run" not in peft
     bases = {"hf": {"init_from": "pretrained", "kind": "hf", "keep_optimizer": False, "lineage": None}}
     bases["placed"] = {**bases["hf"], "init_from": "/models/pretrained"}

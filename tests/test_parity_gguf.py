@@ -9,7 +9,7 @@ from hf_folders import TEXTS, corpus, write_folder
 from test_hf_writer import own_tokenizer
 
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
-from curriculum.model.formats.gguf import write_gguf
+from curriculum.model.formats.gguf import fields_for_transformers, write_gguf
 from curriculum.model.model import by_name
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
@@ -33,12 +33,7 @@ def tokenizer_of(kind: str, folder):
     return own_tokenizer(kind) if kind == "bpe" else load_tokenizer(write_folder(kind, folder / "source"))
 
 
-# transformers reads neither the factors of llama3 scaling nor biases of llama, and no smollm3: what stands in those
-# files is held against the parameters in test_gguf.py. Of qwen3 it takes the head width, and of gpt2 the inner width
-# and the positions, for those of the published models.
-PUBLISHED = {"qwen3": {"d_head": 128}, "gpt2": {"d_ff": 256, "max_seq_len": 1024}}
-
-
+# What transformers does not read (fields_for_transformers) is held against the parameters in test_gguf.py.
 @pytest.mark.parametrize(
     ("model", "kind"),
     [("llama", "llama2"), ("qwen2", "qwen"), ("qwen3", "qwen"), ("gpt2", "bpe"), ("gpt2 with a head", "gpt2")],
@@ -48,11 +43,12 @@ def test_logits_and_greedy_text(model, kind, tmp_path):
     import transformers
 
     tokenizer = tokenizer_of(kind, tmp_path)
-    published = PUBLISHED.get(model.split()[0], {})
-    config = config_of(model, tokenizer.vocab_size + 3, num_ids=tokenizer.vocab_size, **published)
+    config = config_of(model, tokenizer.vocab_size + 3, num_ids=tokenizer.vocab_size)
     params = params_of(config, seed=1)
     write_gguf(tmp_path / "model.gguf", config, by_name(params), tokenizer, dtype="f32", name="tiny")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, **fields_for_transformers(config)
+    )
     theirs.eval()
 
     prompt = tokenizer.encode("Longtemps, je me suis")[: NUM_POSITIONS - NUM_NEW]

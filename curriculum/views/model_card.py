@@ -20,6 +20,7 @@ import yaml
 
 from curriculum.data.chat import ChatConfig, render
 from curriculum.model.counts import num_parameters
+from curriculum.model.formats.gguf import fields_for_transformers
 from curriculum.model.presets import ModelConfig
 from curriculum.record.queries import base_directory
 from curriculum.record.wording import mesh_text, typed
@@ -143,12 +144,16 @@ def _loading(run: Run, exported: Exported) -> list[str]:
     kind = exported.kind
     library = "peft" if kind == "peft" else "transformers"
     before = [f"In this folder, with {library}:"]
-    where = '"."'
+    where, more = '"."', ""
     if kind == "gguf":
         prompt = "-p 'Once'" if exported.chat is None else "--jinja -cnv"
         run_it = fenced("", f"llama-cli -m model.gguf {prompt}")
+        fields = fields_for_transformers(exported.config)
+        if fields is None:
+            other = "What transformers reads of such a file is not this model; `--format hf` writes a folder for it."
+            return ["With llama.cpp:", run_it, other]
         before = ["With llama.cpp, or in this folder with transformers:", run_it]
-        where = '".", gguf_file="model.gguf"'
+        where, more = '".", gguf_file="model.gguf"', "".join(f", {key}={value}" for key, value in fields.items())
     loader, imports = "AutoModelForCausalLM", ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     if kind == "peft":
         loader = "AutoPeftModelForCausalLM"
@@ -157,7 +162,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         "import torch",
         *imports,
         "",
-        f"model = {loader}.from_pretrained({where})",
+        f"model = {loader}.from_pretrained({where}{more})",
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
         *_prompt(exported),
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",

@@ -147,6 +147,22 @@ def gguf_architecture(config: ModelConfig) -> str:
     return _checked("llama", config, wanted)
 
 
+def fields_for_transformers(config: ModelConfig) -> dict[str, int] | None:
+    """What the config of transformers has to be given beside a model's file; None if transformers cannot read the file.
+
+    Of gpt2 and qwen3 its reader takes these for those of the published models. It reads no scaling of rope, no biases
+    of llama, and no smollm3.
+    """
+    architecture = gguf_architecture(config)
+    if architecture == "smollm3" or config.rope_scaling is not None or (architecture == "llama" and config.bias):
+        return None
+    own = {
+        "gpt2": {"n_positions": config.max_seq_len, "n_inner": config.d_ff},
+        "qwen3": {"head_dim": config.head_width},
+    }
+    return own.get(architecture, {})
+
+
 def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> str:
     """`architecture`, if it computes the config's model; otherwise raises InputError.
 
