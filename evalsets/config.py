@@ -47,7 +47,7 @@ class Limit:
     """How much worse another eval set may be at the gold."""
 
     max_increase: float
-    """Most nats per token above its lowest loss so far, or, after --init-from, above its loss at the start."""
+    """Maximum rise, in nats per token, above its lowest loss so far or, after --init-from, its loss at the start."""
 
 
 @dataclass(frozen=True)

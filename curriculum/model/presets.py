@@ -173,7 +173,7 @@ class ModelSection:
     d_ff: int | None = None
     """Inner width of the feed-forward."""
     max_seq_len: int | None = None
-    """Most positions in a sequence."""
+    """Maximum number of positions in a sequence."""
     pos_encoding: Literal["rope", "learned"] | None = None
     """rope (rotated queries and keys), the default unless the preset sets it, or learned (a table added to the
     embedding)."""

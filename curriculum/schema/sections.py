@@ -76,7 +76,7 @@ class SkipUpdates:
     """Length of the window, the updates before this one; it restarts where other data or another rope_theta
     begin, and at the end of a ramp."""
     judge_from_steps: Annotated[int, Limits(ge=2, le=2**20)] = 64
-    """Fewest finite values in the window before any update is skipped."""
+    """Minimum number of finite values in the window before any update is skipped."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RollbackSection:
     skip_steps: PositiveInt = 20
     """Steps of data to skip, from the first bad update on."""
     max: Annotated[int, Limits(ge=1, le=1000)] = 3
-    """Most rollbacks in a run; the next divergence ends it with exit code 3."""
+    """Maximum number of rollbacks in a run; the next divergence ends it with exit code 3."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class AveragesSection:
     ema_decay: Annotated[float, Limits(gt=0, lt=1)] | None = None
     """Decay of a moving average of the parameters, `ema`; at each step it is min(this, (1 + step) / (10 + step))."""
     phase_mean: Annotated[int, Limits(ge=2, le=1000)] | None = None
-    """At a phase's end, average its last this many checkpoints; they are kept, whatever checkpoint.keep says."""
+    """At a phase's end, average this many of its last checkpoints; they are kept, whatever checkpoint.keep says."""
 
 
 @dataclass(frozen=True)

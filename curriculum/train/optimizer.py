@@ -47,7 +47,7 @@ class MuonConfig:
     allow_all_2d: bool = False
     """Apply muon to every 2-D array, including token and position embeddings and the head."""
     allow_tied_embed: bool = False
-    """Apply muon also to an embedding that is the head too."""
+    """Apply muon also to an embedding that doubles as the head."""
     momentum: float = 0.95
     """Decay of the mean of the gradients that is made orthogonal."""
     ns_steps: int = 5

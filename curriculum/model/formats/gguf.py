@@ -156,11 +156,12 @@ def fields_for_transformers(config: ModelConfig) -> dict[str, int] | None:
     architecture = gguf_architecture(config)
     if architecture == "smollm3" or config.rope_scaling is not None or (architecture == "llama" and config.bias):
         return None
-    own = {
-        "gpt2": {"n_positions": config.max_seq_len, "n_inner": config.d_ff},
-        "qwen3": {"head_dim": config.head_width},
-    }
-    return own.get(architecture, {})
+    match architecture:
+        case "gpt2":
+            return {"n_positions": config.max_seq_len, "n_inner": config.d_ff}
+        case "qwen3":
+            return {"head_dim": config.head_width}
+    return {}
 
 
 def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> str:
