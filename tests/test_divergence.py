@@ -419,6 +419,20 @@ def test_without_a_rollback_a_window_full_of_bad_updates_ends_the_run(place, tmp
     assert "rollbacks    none (train.rollback is not set)" in str(told.value) and "not finite" in str(told.value)
 
 
+@pytest.mark.parametrize("explodes_at", [2, 8])
+def test_bad_updates_to_the_end_that_are_most_of_a_short_run_are_its_divergence(place, tmp_path, explodes_at):
+    phases = [
+        {"name": name, "until": until, "mixture": {"web": 1.0}, "lr": {"peak": peak}}
+        for name, until, peak in (("sane", explodes_at, 1e-3), ("wild", "end", 1e30))
+    ]
+    data = exploding(place, phases=phases, train__steps=14)
+    if explodes_at == 8:
+        assert load_run(trained(place, tmp_path / "run", data)).complete["skipped_updates"] > 2
+        return
+    with pytest.raises(Diverged, match="1[01] updates in a row were bad, from update [34] on"):
+        trained(place, tmp_path / "run", data)
+
+
 def test_the_newest_checkpoint_from_before_the_bad_updates_stays(place, tmp_path, capsys):
     """They take 48 updates to be a divergence, in which 12 checkpoints are saved, of which 3 are kept."""
     with pytest.raises(Diverged) as told:

@@ -51,9 +51,9 @@ class _Divergence(NamedTuple):
 def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> None:
     """Raise if training has diverged in the first `done` updates: GoingBack, or Diverged if the run cannot go back.
 
-    It has diverged after `train.diverged_after` bad updates in a row and, with `whole_state`, also if parameters,
-    optimizer state or moving average are not finite. This waits for the updates under way: call it where the host
-    waits anyway, before anything relies on the state.
+    It has diverged after `train.diverged_after` bad updates in a row, at its end also after fewer if they are most of
+    the run, and, with `whole_state`, if parameters, optimizer state or moving average are not finite. This waits for
+    the updates under way: call it where the host waits anyway, before anything relies on the state.
     """
     divergence = _find(run, done, whole_state)
     if divergence is None:
@@ -138,10 +138,12 @@ def _bad_updates(first: int, num: int) -> str:
 
 def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
     guard = run.state.guard
-    if (first := int(guard.diverged_at)) >= 0:
-        after = run.setup.config.train.diverged_after
+    first, num_bad = int(guard.diverged_at), run.setup.config.train.diverged_after
+    if first < 0 and done == run.setup.course.total_steps and 2 * int(guard.bad_in_a_row) > done:
+        first, num_bad = int(guard.row_began), int(guard.bad_in_a_row)
+    if first >= 0:
         run.settle(done)
-        return _Divergence(_bad_updates(first, after), first, _newest(run.directory, first), first)
+        return _Divergence(_bad_updates(first, num_bad), first, _newest(run.directory, first), first)
     if whole_state:
         try:
             check_finite(run.state)
