@@ -350,6 +350,10 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
             tokenizer={"kind": "char"}, model={**data["model"], "n_layer": 2})  # fmt: skip
     assert stores and sorted((Path(store) / "stores").iterdir()) == stores
     refused("sources: code is gone, but 2,560 of its tokens were trained on; .*--accept-past", train=longer, **no_code)
+    other = build_config({**data, **no_code, "train": longer, "optim": {**optim, "name": "lion"}})
+    with pytest.raises(InputError, match="optim.name: got lion") as told:
+        train(other, run_dir, resume="latest", accept_past=True, store_dir=store)
+    assert "code is gone" not in str(told.value)  # that is accepted
 
     accepted = tmp_path / "accepted"
     shutil.copytree(run_dir, accepted)

@@ -137,7 +137,7 @@ def check_past(
         problems += _evalsets_changed(saved, found, changed)
     problems += _still_read(saved, found)
     if problems:
-        raise found.config.error(dict.fromkeys([*contents, *problems]))
+        raise found.config.error(dict.fromkeys([*([] if accept_past else contents), *problems]))
     if contents and not accept_past:
         way_out = ", or branch before it was read" if of_branch else _OR_ACCEPT
         raise found.config.error((path, message + way_out) for path, message in dict.fromkeys(contents))
