@@ -278,6 +278,23 @@ def test_a_step_that_an_alarm_keeps_is_kept_by_a_resume_if_a_kill_came_before(tm
     assert saved_arrays(tmp_path / "6/kept/6") == saved_arrays(tmp_path / "run/kept/6")
 
 
+def test_a_step_that_an_alarm_keeps_can_be_gone_back_to_with_its_gold(tmp_path, monkeypatch):
+    sections = {
+        "evalsets": tiny_data(tmp_path)["evalsets"] | {"regression": {"action": "checkpoint"}},
+        "checkpoint": {"every": 3, "keep": 1},
+        "optim": tiny_data(tmp_path)["optim"] | {"allow_jump": True},
+    }
+    run = tmp_path / "run"
+    worse_from(monkeypatch, 2, num_evals=1)  # at step 6
+    tiny_train(write_corpus(tmp_path), run, **sections)
+    monkeypatch.undo()
+    for resume in ("latest", 6):  # to a resume it is known from the checkpoint
+        assert checkpoint_steps(run / "kept") == [6] and 3 in checkpoint_steps(run / "gold")
+        tiny_train(tmp_path, run, resume, **sections, train={"steps": 15, "batch_size": 4, "seq_len": 32})
+        golds = [(e["step"], e["previous_step"]) for e in load_run(run).events if e["event"] == "gold_checkpoint"]
+        assert golds[:2] == [(3, None), (9, 3)]
+
+
 def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):
     worse_from(monkeypatch, 4)
     tiny_train(

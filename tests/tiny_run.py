@@ -1,6 +1,7 @@
 """A run of 12 steps that takes as little time as a run can: what tests of resume, damage and full disks start from."""
 
 import json
+import math
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -91,12 +92,12 @@ def flip_bit(path: Path, byte: int | None = None) -> None:
     path.write_bytes(content)
 
 
-def worse_from(monkeypatch, first: int, factor: float = 3.0) -> None:
-    """Multiply the nats that evals measure by `factor`, from eval number `first` on; the next eval is number 0."""
+def worse_from(monkeypatch, first: int, factor: float = 3.0, num_evals: float = math.inf) -> None:
+    """Multiply the nats that `num_evals` evals measure by `factor`, from number `first` on; the next is number 0."""
     measured, evals = Suite.run, count()
 
     def run(self, params, names=None):
-        scale = factor if next(evals) >= first else 1.0
+        scale = factor if first <= next(evals) < first + num_evals else 1.0
         return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
 
     monkeypatch.setattr(Suite, "run", run)

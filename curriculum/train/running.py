@@ -73,6 +73,8 @@ class Running:
                     if done in from_first(checkpoints.steps):  # a copy of this step from before an eval set was added
                         checkpoints.delete(done)
                     self.save_in(checkpoints, done, offsets or self.offsets())
+                    if checkpoints is self.best.kept:
+                        self.best.note_keeping(done, self.history.gold)
                 except OSError as error:
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
 

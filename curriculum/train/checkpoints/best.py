@@ -64,8 +64,9 @@ def _golds_of(saved: Mapping[str, Any]) -> set[int]:
 class BestCheckpoints:
     """The folders `gold/` and `kept/` of a run that continues from step `last`, -1 if it begins; `bad` as found then.
 
-    A replaced gold stays as long as the ledger of a checkpoint that may be resumed needs it, so that going back to
-    that checkpoint loses nothing. What came after step `last` is moved to `superseded/`, as it will be made again.
+    A replaced gold stays as long as the ledger of a checkpoint that may be resumed, a kept one too, needs it, so that
+    going back to that checkpoint loses nothing. What came after step `last` is moved to `superseded/`, as it will be
+    made again.
     """
 
     def __init__(self, directory: RunDirectory, last: int, bad: BadGolds):
@@ -73,6 +74,7 @@ class BestCheckpoints:
         self.gold = Checkpoints(directory.gold, keep=None)
         self.kept = Checkpoints(directory.kept, keep=None)  # what `regression.action: checkpoint` keeps
         self._needed_by: dict[int, set[int]] = {}  # the golds that a ledger needs, by the step of its checkpoint
+        self._needed_by_kept: set[int] = set()
         if not is_first():
             return
         self._needed_by = {
@@ -89,6 +91,10 @@ class BestCheckpoints:
         self.kept.set_aside_after(last)
         if last in self._needed_by and _was_to_be_kept(directory, last):
             self.kept.adopt(directory.checkpoints / str(last))  # here too
+        for step in self.kept.steps():
+            folder = directory.kept / str(step)
+            if damage(folder, "ledger/") is None:
+                self._needed_by_kept |= _golds_of(read_ledger(folder)) - {step}
 
     def __enter__(self) -> BestCheckpoints:
         return self
@@ -105,6 +111,10 @@ class BestCheckpoints:
         """Note that a checkpoint of `step` is being saved, with `state` in its ledger."""
         self._needed_by[step] = kept_steps(state)
 
+    def note_keeping(self, step: int, state: GoldState) -> None:
+        """Note that `step` is being saved in `kept/`, with `state` in its ledger."""
+        self._needed_by_kept |= kept_steps(state) - {step}
+
     def drop_all_but(self, steps: set[int]) -> None:
         """Delete the golds that are neither among `steps` nor needed by a checkpoint that a resume may find.
 
@@ -116,4 +126,5 @@ class BestCheckpoints:
     def _not_needed(self, steps: set[int]) -> list[int]:
         there = {*checkpoint_steps(self._directory.checkpoints), max(self._needed_by, default=None)}
         self._needed_by = {step: golds for step, golds in self._needed_by.items() if step in there}
-        return [step for step in self.gold.steps() if step not in steps.union(*self._needed_by.values())]
+        needed = steps.union(self._needed_by_kept, *self._needed_by.values())
+        return [step for step in self.gold.steps() if step not in needed]
