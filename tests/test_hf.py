@@ -1,7 +1,9 @@
 """Hugging Face folders, written here by hand or by a mapping of the test's own; transformers is asked in test_parity."""
 
 import json
+import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -140,6 +142,18 @@ def test_half_precision_is_widened(tmp_path, dtype):
     read = loaded(folder, MODELS["qwen3"])
     assert equal(read, {name: array.astype(dtype).astype(np.float32) for name, array in params.items()})
     assert {array.dtype for array in read.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(("model", "wrong"), [("untied, with biases", math.nan), ("gpt2", -math.inf)])
+def test_a_tensor_that_is_not_finite_is_told(tmp_path, model, wrong):
+    config = MODELS[model]
+    tensors = dict(theirs(config, params_of(config)))
+    name = list(tensors)[5]
+    tensors[name] = np.array(tensors[name])
+    tensors[name].flat[-1] = wrong
+    write(tmp_path, config, tensors)
+    with pytest.raises(InputError, match=f"model.safetensors: {re.escape(name)} holds infinities or NaN"):
+        loaded(tmp_path, config)
 
 
 def test_shards_are_one_model(tmp_path):

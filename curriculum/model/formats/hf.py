@@ -164,7 +164,7 @@ def load_hf(folder: str | os.PathLike, config: ModelConfig, like: Params) -> Par
     """The parameters of a folder as float32, each with the sharding of its jax.ShapeDtypeStruct in `like`.
 
     Arrays are mapped, transposed and placed one at a time. Rows that pad the vocabulary (from `config.num_ids` on) are
-    zeros. Raises InputError as `checked_tensors` does.
+    zeros. Raises InputError as `checked_tensors` does, and for a tensor that is not finite.
     """
     import jax
 
@@ -178,10 +178,19 @@ def load_hf(folder: str | os.PathLike, config: ModelConfig, like: Params) -> Par
         source = stored[tensor.name].map()
         source = source.T if tensor.transposed else source
         first = part * (source.shape[-1] // len(tensor.parameters))
-        whole = jax.make_array_from_callback(
-            array.shape, array.sharding, lambda index: _cut(source, first, array.shape, index)
-        )
-        return jax.block_until_ready(whole)
+        sums: list[np.float32] = []
+
+        def cut(index: tuple[slice, ...]) -> np.ndarray:
+            found = _cut(source, first, array.shape, index)
+            with np.errstate(invalid="ignore"):
+                sums.append(found.sum())
+            return found
+
+        whole = jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, cut))
+        if not np.isfinite(sums).all():
+            file = stored[tensor.name].file
+            raise InputError(f"{file}: {tensor.name} holds infinities or NaN; copy the folder again")
+        return whole
 
     return jax.tree.map_with_path(placed, like)
 
