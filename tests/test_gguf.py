@@ -199,17 +199,17 @@ def test_values_too_large_are_refused(dtype, largest, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        ("llama", {"mlp_type": "gelu", "norm_type": "layernorm"}, ["model.mlp_type: got gelu, expected", "model.norm_type: got layernorm, expected"]),
+        ("llama", {"mlp_type": "gelu", "norm_type": "layernorm"}, ['model.mlp_type: got "gelu", expected', 'model.norm_type: got "layernorm", expected']),
         ("llama", {"sliding_window": 63}, ["model.sliding_window: got 63, expected"]),
-        ("gpt2", {"bias": False}, ["model.bias: got False, expected True for gpt2, llama.cpp's closest architecture"]),
+        ("gpt2", {"bias": False}, ["model.bias: got false, expected true for gpt2, llama.cpp's closest architecture"]),
         ("gpt2", {"n_kv_head": 2}, ["model.n_kv_head: got 2, expected"]),
         ("gpt2", {"d_head": 32}, ["model.d_head: got 32, expected"]),
-        ("gpt2", {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, ["model.mlp_type: got swiglu", "model.norm_type: got rmsnorm"]),
+        ("gpt2", {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, ['model.mlp_type: got "swiglu"', 'model.norm_type: got "rmsnorm"']),
         ("qwen2", {"d_head": 32}, ["model.d_head: got 32, expected"]),
         ("qwen2", {"rope_scaling": LLAMA3_SCALING}, ["model.rope_scaling: got kind llama3, which llama.cpp's qwen2 does not have"]),
-        ("qwen3", {"qkv_bias": True, "no_rope_every": 4}, ["model.qkv_bias: got True, expected", "model.no_rope_every: got 4, expected"]),
+        ("qwen3", {"qkv_bias": True, "no_rope_every": 4}, ["model.qkv_bias: got true, expected", "model.no_rope_every: got 4, expected"]),
         ("smollm3", {"no_rope_every": 3}, ["model.no_rope_every: got 3, expected 4 for smollm3, llama.cpp's closest architecture"]),
-        ("smollm3", {"bias": True}, ["model.bias: got True, expected"]),
+        ("smollm3", {"bias": True}, ["model.bias: got true, expected"]),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_has_not_is_refused_by_field(name, changes, expected):
@@ -229,7 +229,7 @@ def test_a_field_that_no_architecture_knows_is_refused_away_from_its_default(nam
     assert gguf_architecture(config) == architecture
     with pytest.raises(InputError) as told:
         gguf_architecture(replace(config, logit_cap=30.0))
-    expected = f"model.logit_cap: got 30.0, expected None for {architecture}, llama.cpp's closest architecture"
+    expected = f"model.logit_cap: got 30.0, expected null for {architecture}, llama.cpp's closest architecture"
     assert told.value.problems == (f"{expected}; export it in another format",)
 
 

@@ -127,7 +127,7 @@ class AveragesSection:
     """Averages of the parameters, evaluated beside the raw ones under their own names, and exportable."""
 
     ema_decay: Annotated[float, Limits(gt=0, lt=1)] | None = None
-    """Decay of a moving average of the parameters, `ema`; at each step it is min(this, (1 + step) / (10 + step))."""
+    """Decay of a moving average of the parameters, `ema`; at update n, from 0, it is min(this, (1 + n) / (10 + n))."""
     phase_mean: Annotated[int, Limits(ge=2, le=1000)] | None = None
     """At a phase's end, average this many of its last checkpoints; they are kept, whatever checkpoint.keep says."""
 

@@ -151,7 +151,7 @@ def _cut(part: dict[str, Any]) -> str:
 
 def _sentencepiece_problems(parsed: ParsedDefinition) -> Iterator[str]:
     if parsed.is_unigram:
-        yield "its model is Unigram, which llama.cpp has only without byte fallback"
+        yield "its model is Unigram, which is not written as GGUF"
         return
     if not parsed.has_bytes:
         yield "it has no byte fallback, which llama.cpp expects"

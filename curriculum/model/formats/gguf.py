@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from curriculum.data.tokenizers.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.model.formats.hf_config import shortest
 from curriculum.model.formats.safetensors_writer import check_rounded
 from curriculum.model.presets import ModelConfig
@@ -176,7 +176,8 @@ def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> 
         found["sliding_window"] = None  # it never cuts anything off
     unlike = {field: setting for field, setting in wanted.items() if found[field] != setting}
     problems = [
-        f"model.{field}: got {found[field]}, expected {setting} for {architecture}, llama.cpp's closest architecture"
+        f"model.{field}: got {shown(found[field])}, expected {shown(setting)} for {architecture}, llama.cpp's closest "
+        "architecture"
         for field, setting in unlike.items()
     ]
     if architecture != "llama" and config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
