@@ -14,7 +14,7 @@ from curriculum.errors import FieldError, InputError
 CONTENT = "{content}"
 ROLES = ("system", "user", "assistant", "tool")
 RENDERING_VERSION = 2  # raise it if conversations are rendered or scored differently: else existing stores are reused
-_CALLS = ("tool_calls", "function_call")
+_UNRENDERED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # keys of a message
 
 Stretch = tuple[str, bool]  # a text, and whether it is scored
 
@@ -66,7 +66,8 @@ def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> lis
     content are read, and weight: an answer of weight 0 is not scored. Other keys are not.
 
     Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, content
-    that is not text, a weight other than 0 and 1, and calls of tools, which no template renders.
+    that is not text, a weight other than 0 and 1, and for calls of tools and reasoning beside the content, which no
+    template renders.
     """
     return _joined(_turns(messages, key, chat))
 
@@ -102,11 +103,11 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
         if role not in chat.roles:
             remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
             raise InputError(f"{place}.role is {role!r}; expected {', '.join(chat.roles)}; {remedy}")
-        for calls in _CALLS:
-            if message.get(calls):
+        for beside in _UNRENDERED:
+            if message.get(beside):
                 raise InputError(
-                    f"{place} has {calls}, which are no text: an answer would be trained without them; write them into "
-                    "its content as the model should, or leave the conversation out"
+                    f"{place} has {beside}, which no template renders: an answer would be trained without that; write "
+                    "it into its content as the model should, or leave the key or the conversation out"
                 )
         weight = message.get("weight")  # a table has null in rows without one
         if weight not in (None, 0, 1) or isinstance(weight, bool):
