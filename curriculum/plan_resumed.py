@@ -19,7 +19,7 @@ from curriculum.train.resuming import going_back, opening
 from curriculum.train.resuming.edits import edit_event, find_edit
 from curriculum.train.resuming.ledger import Found, check_past
 from curriculum.train.resuming.start import start_of
-from phases.schedule import Schedule
+from phases.schedule import Schedule, segments_from_json
 
 
 def plan_resumed(
@@ -38,7 +38,7 @@ def plan_resumed(
     """
     check_is_config(config)
     directory = RunDirectory(Path(run_dir))
-    directory.check_usable()
+    directory.check_usable(to_write=False)
     resumed, under_way = going_back.to_continue(directory, resume)
     told = [f"{folder}: is damaged: {why}; skipped" for _, folder, why in opening.damaged(directory, resumed)]
     saved = going_back.ledger_of(under_way, resumed)
@@ -74,6 +74,7 @@ def plan_resumed(
     resumes = {
         "run": str(directory.path),
         "step": step,
+        "complete": step == Schedule(segments_from_json(saved["segments"])).total_steps,
         "lr": float(schedule.rates(step)) if step < schedule.total_steps else None,
         "measures": _measures(config, schedule, saved["history"], step),
         "edit": edit_event(edit, saved, found, accepted, warnings=()),

@@ -295,6 +295,7 @@ def _unread(config: Config, schedule: Schedule) -> list[str]:
             warnings.append(f"adaptation.replay.{name} has no effect: the mixture of every phase names {name} itself")
     measured = {source.held_out_of for source in config.eval_sources.values()}
     shared = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
+    shared |= {name for phase in config.phases for name, share in phase.mixture.items() if share > 0}
     for name, cursor in schedule.cursors_at(schedule.total_steps).items():
         if cursor == 0 and name not in measured | shared:
             warnings.append(

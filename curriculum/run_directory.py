@@ -154,8 +154,11 @@ class RunDirectory:
                 raise
             tell(f"{path}: cannot be written: {error.strerror}; left unchanged")
 
-    def check_usable(self) -> None:
-        """Raise InputError if the path cannot be written to or lies among another run's files. Creates nothing."""
+    def check_usable(self, *, to_write: bool = True) -> None:
+        """Raise InputError if the path lies among another run's files or, `to_write`, cannot be written to.
+
+        Creates nothing.
+        """
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):
@@ -172,7 +175,9 @@ class RunDirectory:
                     f"--run-dir {self.path}: lies in {inside.name}/ of the run {outer}; to continue that run give "
                     f"--run-dir {outer}{at or ' --resume latest'}, or choose a folder of its own"
                 )
-        self._check_writable(next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None))
+        if to_write:
+            there = (p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p))
+            self._check_writable(next(there, None))
 
     def check_folders(self) -> None:
         """Raise InputError if one of the run's existing subfolders cannot be written to, as training needs."""

@@ -185,6 +185,10 @@ def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
     too_small = {"replay": {"law": 1e-6}}
     assert told(phases=alone, adaptation=too_small) == [at_random]  # too small a share is told as that
     assert told(phases=alone, adaptation=replay, model=None) == []  # its parameters may have been trained
+    capped = {"web": {"path": str(tmp_path / "web.jsonl"), "max_epochs": 1, "on_exhaust": "stop"}}
+    capped["law"] = {"path": str(tmp_path / "law.jsonl")}
+    later = [{"name": "a", "until": 99, "mixture": {"web": 1.0}}, {**alone[0], "name": "b", "mixture": {"law": 1.0}}]
+    assert told(phases=later, sources=capped) == []  # b is not reached, which is said of the phase
     useless = "adaptation.replay.law has no effect: the mixture of every phase names law itself"
     assert told(phases=everywhere, adaptation=replay) == [at_random, useless]
     sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}

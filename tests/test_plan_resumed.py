@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -281,6 +282,13 @@ def test_a_run_that_trains_is_looked_at_all_the_same_and_damage_is_told(place, t
     assert told.warnings[0].startswith(f"{newest}: is damaged: ") and told.warnings[0].endswith("; skipped")
 
 
+def test_a_run_that_may_not_be_written_to_is_planned_all_the_same(place, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    assert plan_resumed(config_of(place), place / "run", STEP, store_dir=place / "store").resumes["step"] == STEP
+    with pytest.raises(InputError, match="is not a writable folder"):
+        train(config_of(place), place / "run", resume=STEP, store_dir=place / "store")
+
+
 def test_the_command(place, tmp_path):
     began = str(place / "run")
 
@@ -299,6 +307,9 @@ def test_the_command(place, tmp_path):
     assert goes_on == f"{began} continues at step 8, with a learning rate of 0.003"
     assert same == "the config changes nothing that is trained or judged"
     assert any("0 to 6, trained " in line for line in rest) and any("6 to 12, trained to 8 " in line for line in rest)
+    _, ends, edit, *_ = of_run("8", train__steps=8).splitlines()
+    assert ends == f"{began} ends at step 8"
+    assert edit == "schedule edit at step 8: train.steps 12 → 8 | b until step 8"
     edit = "schedule edit at step 8: train.steps 12 → 20 | b until step 20"
     assert of_run("8", train__steps=20).splitlines()[2] == edit
     resumes = json.loads(of_run("8", "--json", train__steps=20))["resumes"]

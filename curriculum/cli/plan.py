@@ -127,13 +127,15 @@ def _ramps(phase: dict[str, Any]) -> str:
 def _going_on(p: Plan) -> list[str]:
     """Lines on where a run resumes, and what the config changes."""
     run, step, lr, edit = (p.resumes[key] for key in ("run", "step", "lr", "edit"))
-    if lr is None:
+    if p.resumes["complete"] and lr is None:
         return [f"{run} is finished: {step:,} of {p.total_steps:,} steps; nothing is left to train"]
     what = (
         "the config changes nothing that is trained or judged"
         if edit is None
         else verdict({"event": "schedule_edit", "step": step, **edit})
     )
+    if lr is None:
+        return [f"{run} ends at step {step:,}", what]
     return [f"{run} continues at step {step:,}, with a learning rate of {lr:.3g}", what]
 
 
