@@ -209,6 +209,17 @@ def test_alias_bombs_and_deep_nesting_are_refused(folder):
     assert "nested too deeply" in problems("[" * 100_000)[0]
 
 
+def test_of_phases_named_by_numbers_set_finds_the_name_and_brackets_the_place(folder):
+    text = GOOD.replace("name: a,", 'name: "2",').replace("name: b,", 'name: "1",')
+    ends = [
+        [p.until for p in load(text, *given).phases] for given in ((), ("phases.2.until=7",), ("phases[0].until=7",))
+    ]
+    assert ends[0][0] != 7 and ends[1] == ends[2] == [7, ends[0][1]]
+    config = load(text, "phases.1.mixture={law: 1}")  # the second is named 1, and there is no third
+    assert config.phases[1].mixture == {"law": 1.0} != config.phases[0].mixture
+    assert load(text, *(option.removeprefix("--set ") for option in config.command_line)) == config
+
+
 def test_set_overrides_values_and_is_named_in_problems(folder):
     config = load(GOOD, "train.steps=40", "phases[0].until=20", "phases.1.mixture={law: 1}", "optim.lr=1e-3")
     assert config.train.steps == 40 and config.phases[0].until == 20 and config.optim.lr == 1e-3

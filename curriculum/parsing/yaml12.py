@@ -153,12 +153,15 @@ def read_yaml(path) -> tuple[dict, Origin]:
 
 
 def read_override(data: dict, origin: Origin, override: str) -> None:
-    """Apply `a.b[0].c=value` to data; the value is read as YAML. Instead of its number an entry's name may stand."""
+    """Apply `a.b[0].c=value` to data; the value is read as YAML. Instead of its number an entry's name may stand.
+
+    `a.b.0` is the entry named 0, if there is one, else the first.
+    """
     option = f"--set {override}"
     path, equals, text = override.partition("=")
     if not equals or not _KEY.fullmatch(path.strip()):
         raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100 or phases[0].until=50%")
-    parts = re.findall(r"[^.\[\]]+", path.strip())
+    parts = re.findall(r"(\[?)([^.\[\]]+)", path.strip())
     given = Origin(option)
     try:
         value = parse_yaml(text, given)
@@ -167,10 +170,13 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
             raise
         raise InputError(*(f"{p}; put text in quotes: {set_option(path, text)}" for p in error.problems)) from None
     here, dotted, by_name = data, "", ""
-    for depth, part in enumerate(parts):
+    for depth, (bracket, part) in enumerate(parts):
         if isinstance(here, list):
             names = entry_names(here, data, origin)
-            if part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here):
+            numbered = [] if bracket else entry_names(here, data, origin, numbers=True)
+            if numbered.count(part) == 1:
+                key = numbered.index(part)
+            elif part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here):
                 key = int(part)
             elif names.count(part) == 1:
                 key = names.index(part)
@@ -198,11 +204,14 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
 
 
-def entry_names(entries: list, data: dict, origin: Origin) -> list[str | None]:
-    """The name of each entry of a list, variables replaced; None for one without a name that an override can use."""
+def entry_names(entries: list, data: dict, origin: Origin, *, numbers: bool = False) -> list[str | None]:
+    """The name of each entry of a list, variables replaced; None for one without a name that an override can use.
+
+    Only with `numbers` may that be a number: what is remembered of such an entry has its place.
+    """
     given = {"names": [entry.get("name") if isinstance(entry, dict) else None for entry in entries]}
     names = substitute({**given, "variables": data.get("variables", {})}, origin.numbers)[0]["names"]
-    usable = [isinstance(name, str) and NAME.fullmatch(name) and not name.isdecimal() for name in names]
+    usable = [isinstance(name, str) and NAME.fullmatch(name) and (numbers or not name.isdecimal()) for name in names]
     return [name if fits else None for name, fits in zip(names, usable, strict=True)]
 
 
