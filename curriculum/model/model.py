@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -107,6 +108,10 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
     """
     if not isinstance(model, Model):
         raise InputError(f"make_model: gave {type(model).__name__}, expected a curriculum.model.model.Model")
+    try:
+        json.dumps(dict(model.architecture))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"make_model: architecture: {error}; expected a mapping of plain JSON") from None
     params = abstract_params(model)
     names: set[str] = set()
     problems = []
@@ -120,6 +125,8 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
         if array.dtype != np.float32:
             fix = "keep float32 and convert inside forward"
             problems.append(f"parameter {name}: got {array.dtype}, expected float32; {fix}")
+        if 0 in array.shape:
+            problems.append(f"parameter {name}: got the shape {list(array.shape)}, expected no empty array; leave it out")
         names.add(name)
     if not names:
         problems.append("init gave no parameters, expected at least one array")
