@@ -18,7 +18,7 @@ from curriculum.errors import InputError, no_such
 from curriculum.model.presets import ModelSection
 from curriculum.parsing.options import apply_options, options_of
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
-from curriculum.parsing.variables import substitute
+from curriculum.parsing.variables import substitute, unused
 from curriculum.parsing.yaml12 import Origin, read_yaml
 from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import AdaptationSection, with_shares
@@ -202,7 +202,10 @@ def build_config(
     data = _as_yaml(data, "", problems)
     if problems:
         raise InputError(*(origin.problem(*problem) for problem in problems))
+    given = [path for path, option in origin.options.items() if option not in origin.remembered]
+    of_variables = unused(data, given)
     data, problems = substitute(data, origin.numbers)
+    problems += of_variables
     not_substituted = {path for path, _ in problems}
     known = [f.name for f in sections()]
     problems += [(str(key), no_such("key", str(key), [*known, "variables"])) for key in data if key not in known]

@@ -248,7 +248,7 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"build": lambda e, k: {"embed": e.astype(jnp.bfloat16), "kernel": k}}, "parameter embed: got bfloat16, expected float32"),
         ({"build": lambda e, k: {"embed": e, "kernel": [k.astype(np.int32)]}}, "parameter kernel.0: got int32, expected float32"),
         ({"build": lambda e, k: {}}, "init gave no parameters"),
-        ({"build": lambda e, k: {"embed": e, "kernel": k, "none": k[:0]}}, r"parameter none: got the shape \[0, 257\], expected no empty array"),
+        ({"build": lambda e, k: {"embed": e, "kernel": k, "none": k[:0]}}, r"parameter none: got shape \[0, 257\], expected no empty array"),
         ({"architecture": {"act": jax.nn.gelu}}, "architecture: Object of type .* is not JSON serializable; expected a mapping of plain JSON"),
         ({"architecture": [1]}, "architecture: .*; expected a mapping of plain JSON"),
         ({"build": lambda e, k: e}, "parameter : expected nested lists and dicts with string keys"),

@@ -126,7 +126,7 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
             fix = "keep float32 and convert inside forward"
             problems.append(f"parameter {name}: got {array.dtype}, expected float32; {fix}")
         if 0 in array.shape:
-            problems.append(f"parameter {name}: got the shape {list(array.shape)}, expected no empty array; leave it out")
+            problems.append(f"parameter {name}: got shape {list(array.shape)}, expected no empty array; leave it out")
         names.add(name)
     if not names:
         problems.append("init gave no parameters, expected at least one array")
