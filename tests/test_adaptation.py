@@ -291,7 +291,8 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
         ("model={preset: tiny, d_ff: 32}", "model: the architecture is not that of base: n_layer 4 (there 1), n_head 4 "
          "(there 2), n_kv_head 2 (there 1), d_model 128 (there 16), d_ff 32 (there 24); leave the section out"),
         ("model.d_ff=32", "model: the architecture is not that of base: d_ff 32 (there 24); leave the section out to use "
-         "the same, or give no preset and only what may differ (dropout, compute_dtype, remat, attention, layers)"),
+         "the same, or give no preset and only what may differ (dropout, compute_dtype, remat, attention, layers, max_seq_len)"),
+        ("model.vocab_size=300", "model: the architecture is not that of base: vocab_size 300 (there 270); leave the section out"),
     ],
 )  # fmt: skip
 def test_a_section_that_is_given_must_agree(folder, override, words):
@@ -531,6 +532,20 @@ def test_another_seed_at_step_0_is_that_of_the_data_too(folder, go_on):
         train(adapted(*own, "seed=7"), "again", resume=0, store_dir="store")
     losses, begun, again = ([row["loss"] for row in load_run(name).metrics] for name in ("run", "begun", "again"))
     assert begun == again != losses and len(losses) == 2
+
+
+def test_with_rope_a_run_may_be_longer_than_its_base(folder):
+    longer = "model.max_seq_len=2048", "train.seq_len=1536", "evalsets.seq_len=64", "train.batch_size=2"
+    train(adapted(*longer), "run", store_dir="store")
+    run = load_run("run")
+    assert (
+        run.directory.architecture()["max_seq_len"] == 2048 > load_run("base").directory.architecture()["max_seq_len"]
+    )
+    train(adapted(*longer, "train.steps=3", continues="run"), "run", resume="latest", store_dir="store")
+    assert load_run("run").complete["total_tokens"] == 3 * 2 * 1536
+    with pytest.raises(InputError, match="architecture of a run cannot change: max_seq_len 1536 .was 2048."):
+        shorter = "model.max_seq_len=1536", *longer[1:], "train.steps=4"
+        train(adapted(*shorter, continues="run"), "run", resume="latest", store_dir="store")
 
 
 def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):

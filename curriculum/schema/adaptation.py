@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
-from curriculum.errors import InputError, no_such_path
+from curriculum.errors import InputError, no_such_path, shown
 from curriculum.find_checkpoint import architecture_at, find_checkpoint, read_ledger, undamaged
 from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
@@ -211,9 +211,16 @@ def same_place(one: str | None, other: str | None) -> bool:
 
 
 def differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> str:
-    """`n_layer 2 (there 4), d_ff 64 (there 128)`; empty if the two architectures are equal."""
+    """`n_layer 2 (there 4), d_ff 64 (there 128)`; empty if a model can take the parameters and compute the same.
+
+    With rope `max_seq_len` may differ: no parameter depends on it.
+    """
     keys = [key for key in {**its, **ours} if ours.get(key) != its.get(key)]
-    return ", ".join(f"{key} {ours.get(key)} (there {its.get(key)})" for key in keys)
+    passed_over = {"num_ids"} if "vocab_size" in keys else set()  # which follows from it
+    if ours.get("pos_encoding") == its.get("pos_encoding") == "rope":
+        passed_over |= {"max_seq_len"}
+    told = [key for key in keys if key not in passed_over]
+    return ", ".join(f"{key} {shown(ours.get(key))} (there {shown(its.get(key))})" for key in told)
 
 
 def with_shares(data: Mapping[str, Any]) -> dict[str, Any]:

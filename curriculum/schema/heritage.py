@@ -22,7 +22,7 @@ INHERITED = ("model", "tokenizer")  # sections that a config may leave out if it
 class Heritage:
     """The `model` and `tokenizer` sections that a config inherits from a run or a folder, and must not contradict.
 
-    The config may pad the vocabulary of a folder's model.
+    The config may pad the vocabulary of a folder's model, and with rope have another `max_seq_len`.
     """
 
     run: str  # as messages name it
@@ -67,7 +67,9 @@ class Heritage:
         if self.is_hf:
             resolved = replace(resolved, vocab_size=resolved.num_ids or resolved.vocab_size, num_ids=None)
         if different := differences(resolved.architecture, self.architecture):
-            only = f"or give no preset and only what may differ ({', '.join(HOW)})"
+            may = [*HOW, *(["max_seq_len"] if resolved.pos_encoding == "rope" else [])]
+            may += ["vocab_size, as padding"] if self.is_hf else []
+            only = f"or give no preset and only what may differ ({', '.join(may)})"
             yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
 
 

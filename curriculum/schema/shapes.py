@@ -89,8 +89,9 @@ def _check_positions(v):
     """Sequences of training and evals must fit into the model's max_seq_len, those of training its attention too."""
     if (model := model_of(v)) is None:
         return
-    trained = [("train.seq_len", v["train"].seq_len)]
-    trained += [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
+    trained = [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
+    if v["train"].seq_len not in [length for _, length in trained]:  # else it may be made of theirs
+        trained.insert(0, ("train.seq_len", v["train"].seq_len))
     for path, length in [*trained, ("evalsets.seq_len", v["evalsets"].seq_len)]:
         if length is not None and length > model.max_seq_len:
             without = [p.name for p in v.get("phases") or () if p.seq_len is None and path == "train.seq_len"]
