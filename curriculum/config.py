@@ -158,9 +158,9 @@ def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
     return name if isinstance(name, str) and name else Config.name
 
 
-def config_from_json(data: Mapping) -> Config:
-    """The config of `Config.to_json`, as a run directory keeps it; the data need not be there any more."""
-    return build_config(dict(data), Origin("config.resolved.json"), check_paths=False, trains=False)
+def config_from_json(data: Mapping, file: str | os.PathLike = "config.resolved.json") -> Config:
+    """The config of `Config.to_json`, as a run directory keeps it in `file`; the data need not be there any more."""
+    return build_config(dict(data), Origin(os.fspath(file)), check_paths=False, trains=False)
 
 
 def changed_config(
@@ -176,7 +176,7 @@ def changed_config(
 
     Without `check_paths` it is to be read, not trained, as `build_config` has it.
     """
-    data, origin = config.to_json(), Origin("config.resolved.json")
+    data, origin = config.to_json(), Origin(config.origin.file)
     apply_options(options_of(overrides, dataset_dirs, eval_dataset_dirs), data, origin)
     return build_config(data, origin, check_paths=check_paths, trains=check_paths, continues=continues)
 

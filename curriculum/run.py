@@ -41,7 +41,7 @@ class Run:
         """The checked config of the process that last trained the run."""
         from curriculum.config import config_from_json  # slow to import, and most views do without
 
-        return config_from_json(self.config_json)
+        return config_from_json(self.config_json, self.directory.resolved_config)
 
     @property
     def config_json(self) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class DataPlan:
         unscored. `draws` are this step's rows, if they were computed already, many steps at a time.
 
         `rows` selects among the B rows of each micro-step: only those are read, and the batch is `[:, rows]` of the
-        whole one. Raises IndexError for a step that the schedule does not have.
+        whole one. Raises IndexError for a step that the schedule does not have, and ValueError if a stream is missing.
         """
         if not 0 <= step < self.schedule.total_steps:
             raise IndexError(f"batch of step {step}: expected 0 to {self.schedule.total_steps - 1}")
@@ -194,6 +194,8 @@ class DataPlan:
         if rows is not None:
             draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]
+        if missing := {self.sources[i] for i in draws.source.tolist() if by_source[i] is None}:
+            raise ValueError(f"batch of step {step}: no stream of {', '.join(sorted(missing))}")
         read = _rows if any(hasattr(stream, "read") for stream in by_source) else _plain_rows
         inputs_BT, targets_BT, scored_BT, segment_ids_BT = read(by_source, draws, segment.seq_len, eot, bos)
         own_bos = bos not in (None, eot)

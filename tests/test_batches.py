@@ -383,6 +383,13 @@ def test_there_is_no_batch_before_the_first_step_or_after_the_last():
             plan.batch(step, TOKENS, EOT)
 
 
+def test_a_stream_that_is_missing_is_named():
+    plan = make_plan(batch=4)
+    read = [plan.sources[i] for i in plan.draws(0)[0].source]
+    with pytest.raises(ValueError, match=f"batch of step 0: no stream of {read[0]}"):
+        plan.batch(0, {name: tokens for name, tokens in TOKENS.items() if name != read[0]}, EOT)
+
+
 def test_a_batch_that_the_micro_steps_do_not_divide_is_cut_into_fewer():
     """A run that goes on with 6 rows in 3 micro-steps may train steps of 4 rows again, after a rollback or in a branch."""
     plan = make_plan(batch=4)

@@ -51,7 +51,8 @@ def test_before_an_edit_a_branch_must_say_what_was_said_then(place, tmp_path):
         branch(place / "trunk", 7, tmp_path / "new", store_dir=place / "store")
     again = "but the branch must repeat steps 4 to 7 as its trunk trained them, with"
     fix = "restore it, or branch at the step of a checkpoint: 4, 8, 12"
-    assert [str(problem).removeprefix("config.resolved.json: ") for problem in told.value.problems] == [
+    config = place / "trunk/config.resolved.json"
+    assert [str(problem).removeprefix(f"{config}: ") for problem in told.value.problems] == [
         f"evalsets.sets.law: got a set, {again} none of that name; {fix}",
         f"optim.weight_decay: got 5.0, {again} 0.1; {fix}",
         f"evalsets.regression.tolerance: got 0.5, {again} 0.01; {fix}",

@@ -157,7 +157,7 @@ def test_a_new_set_needs_neither_sources_nor_phases(folder):
     with pytest.raises(InputError) as told:
         evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, store_dir="store")
     assert told.value.problems == tuple(
-        f"config.resolved.json: {place}: source web, which it is held out of, 'web.jsonl' is not there (paths are "
+        f"run/config.resolved.json: {place}: source web, which it is held out of, 'web.jsonl' is not there (paths are "
         "relative to the working folder); restore it, or measure other sets"
         for place in ("evalsets.primary", "evalsets.sets.web")
     )
