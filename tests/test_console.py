@@ -5,7 +5,6 @@ import io
 import itertools
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -761,10 +760,13 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     assert told((10, 1.0, 0.1)) == ["75000: latest train.steps", rises]
 
 
-def test_link_takes_the_name_of_a_run_literally():
-    assert tensorboard_link(Path("runs/a.b+c")) == (
-        "http://127.0.0.1:6006/?runFilter=%5Ea%5C.b%5C%2Bc%2F&tagFilter=eval_sets&smoothing=0#timeseries"
-    )
+def test_link_takes_the_name_of_a_run_literally_and_leaves_out_averages(tmp_path):
+    run_dir = tmp_path / "runs/a.b+c"
+    (run_dir / "tensorboard/val").mkdir(parents=True)
+    link = "http://127.0.0.1:6006/?runFilter=%5Ea%5C.b%5C%2Bc%2F{}&tagFilter=eval_sets&smoothing=0#timeseries"
+    assert tensorboard_link(run_dir) == link.format("")
+    (run_dir / "tensorboard/val@ema").mkdir()
+    assert tensorboard_link(run_dir) == link.format("%5B%5E%40%5D%2A%24")  # [^@]*$
 
 
 @pytest.mark.parametrize(

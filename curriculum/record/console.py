@@ -365,8 +365,9 @@ def progress_line(row: dict[str, Any], total_steps: int) -> str:
 
 
 def tensorboard_link(run_dir: Path) -> str:
-    """The URL of one chart with all eval sets of this run, if TensorBoard serves the folder above it."""
+    """The URL of one chart with all eval sets of this run, without averages, if TensorBoard serves the folder above."""
     run_filter = "^" + re.sub(r"([^\w-])", r"\\\1", run_dir.resolve().name) + "/"
+    run_filter += "[^@]*$" if any((run_dir / "tensorboard").glob("*@*")) else ""
     query = f"runFilter={quote(run_filter, safe='')}&tagFilter=eval_sets&smoothing=0"
     return f"http://127.0.0.1:6006/?{query}#timeseries"
 
