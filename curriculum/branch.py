@@ -83,7 +83,9 @@ def branch(
     branched_from = _branching(run, trunk, at, config, whole, saved)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from, step)
     passed_over = bool(rollbacks) and at < newest["past_end"]
-    if on := _edit_in_force(trunk, config, whole, newest["settled"], step, at, passed_over):
+    goes_back = any(r["first_bad_step"] == at for r in newest["history"]["rollbacks"])
+    last = at if step == at and not goes_back else max(at - 1, 0)
+    if on := _edit_in_force(trunk, config, whole, newest["settled"], last, at, passed_over):
         if setup.course.schedule.segment_at(at).phase == on.phase:
             setup.course.keep_edit(on)
     ledger.check_past(saved, ledger.found_in(setup), of_branch=True)
@@ -164,17 +166,17 @@ def _edit_in_force(
     config: Config,
     whole: Schedule,
     settled: Mapping[str, int],
-    step: int,
+    last: int,
     at: int,
     passed_over: bool,
 ) -> Segment | None:
     """The trunk's segment that the branch continues at `at`, if it has a raised share or follows data passed over.
 
     None if there is no such segment, or if the branch changes what its phase draws. `whole` is the trunk's schedule,
-    `settled` as in `Curriculum`. `step` is that of the branch's checkpoint: what the trunk did after an eval at `at`
-    itself counts only if the checkpoint is of that step.
+    `settled` as in `Curriculum`. `last` is the newest update whose segment counts: what the trunk did after an eval at
+    `at` itself counts only if the branch's checkpoint is of that step, and data that it passed over from there on never
+    do, as the branch comes to them by itself.
     """
-    last = at if step == at else at - 1
     edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
     segment = whole.segment_at(last)
     if not passed_over and not any(edit["phase"] == segment.phase for edit in edits):

@@ -265,6 +265,35 @@ def test_a_rollback_that_no_checkpoint_of_the_trunk_knows_is_told_once_by_a_bran
         assert (told["step"], told["first_bad_step"], told["number"]) == (15, 17, 1)
 
 
+def test_a_branch_where_its_trunk_s_second_rollback_begins_comes_to_it_by_itself(place, tmp_path, monkeypatch):
+    train_section = {"steps": 20, "batch_size": ROWS, "seq_len": LENGTH}
+    train_section["rollback"] = {"after": 1, "skip_steps": 3, "max": 2}
+    phases = [{"name": "only", "until": "end", "mixture": {"web": 0.73, "law": 0.27}}]
+    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
+    find = divergence._find
+
+    def finds(run, done, whole_state):
+        first = (7, 10)[len(run.history.rollbacks)] if len(run.history.rollbacks) < 2 else None
+        if first is not None and done == first + 1:
+            run.settle(done)
+            return divergence._Divergence("planted", first, divergence._newest(run.directory, first), first)
+        return find(run, done, whole_state)
+
+    monkeypatch.setattr(divergence, "_find", finds)
+    trained(place, tmp_path / "trunk", data)
+    branch(tmp_path / "trunk", 10, tmp_path / "new", store_dir=place / "store")
+    told = [
+        [
+            (e["number"], e["step"], e["first_bad_step"])
+            for e in load_run(tmp_path / name).events
+            if e["event"] == "rollback"
+        ]
+        for name in ("trunk", "new")
+    ]
+    assert told[0] == told[1] == [(1, 5, 7), (2, 10, 10)]
+    assert state_of(tmp_path / "new", 20) == state_of(tmp_path / "trunk", 20)
+
+
 def test_a_branch_before_the_data_that_its_trunk_passed_over_may_go_back_itself(place, tmp_path, monkeypatch):
     """From a checkpoint that was saved after the rollback, and before its first bad update."""
     rollback = {"after": 1, "skip_steps": 3, "max": 1}
