@@ -77,7 +77,8 @@ def branch(
     edit = find_edit(config, newest, at=at)
     rollbacks = [r for r in newest["history"]["rollbacks"] if r["first_bad_step"] < at]
     settled = _settled(edit.past.settled, whole, rollbacks)
-    past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, going_on=None)
+    seed = edit.past.seed if at else None
+    past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, seed=seed, going_on=None)
     check(config, past)
     start, tokenizer = start_of(config, saved), tokenizer_to_go_on(trunk.directory, config, store_dir, saved)
     branched_from = _branching(run, trunk, at, config, whole, saved)

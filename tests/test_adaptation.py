@@ -534,6 +534,19 @@ def test_another_seed_at_step_0_is_that_of_the_data_too(folder, go_on):
     assert begun == again != losses and len(losses) == 2
 
 
+def test_of_a_branch_the_seed_may_be_changed_by_a_branch_at_step_0_alone(folder):
+    """A resume at 0 repeats what the branch took over; a branch there takes over nothing."""
+    own = "logging.every=1", "evalsets.every=4", "train.steps=4", "checkpoint.keep=9"
+    train(adapted(*own), "run", store_dir="store")
+    train(adapted(*own, "seed=7"), "begun", store_dir="store")
+    branch("run", 2, "other", store_dir="store")
+    with pytest.raises(InputError, match="seed: got 7, but steps 0 to 2 stand as they were planned with 1337"):
+        train(adapted(*own, "seed=7"), "other", resume=0, store_dir="store")
+    branch("other", 0, "again", overrides=["seed=7"], store_dir="store")
+    losses, begun, again = ([row["loss"] for row in load_run(name).metrics] for name in ("other", "begun", "again"))
+    assert begun == again != losses and len(losses) == 4
+
+
 def test_with_rope_a_run_may_be_longer_than_its_base(folder):
     longer = "model.max_seq_len=2048", "train.seq_len=1536", "evalsets.seq_len=64", "train.batch_size=2"
     train(adapted(*longer), "run", store_dir="store")

@@ -56,12 +56,15 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
         raise config.error([problem])
     contrast = _contrast(config, saved, saved["step"] if at is None else at)
     changes, others, step = tuple(_changes(contrast)), _changes_of_settings(config, saved), contrast.step
-    problems = [] if step == 0 else list(of_past(contrast))
+    past = _past(contrast, changes)
+    problems = list(of_past(contrast)) if step else []
+    trained, got = contrast.was["seed"], contrast.now["seed"]
+    if step == 0 and at is None and past.segments and got != trained:
+        problems = [("seed", f"got {got}, but steps 0 to {past.end} stand as they were planned with {trained}")]
     if problems and not accept_past:
         how = how_to_mend(config, contrast, problems)
         how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
-    past = _past(contrast, changes)
     if at is None and config.train.rollback is not None:  # only a rollback returns to an earlier plan
         raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved["before_raised"]]
         past = replace(past, before_raised=tuple((at, _past(before, changes)) for at, before in raised))
