@@ -285,6 +285,7 @@ HOW = ("dropout", "compute_dtype", "remat", "attention", "layers")  # fields of 
 RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window", "lora")
 
 LARGEST_SIZE = 1 << 24
+MOST_LAYERS = 1000  # the names of blocks have three digits, and are sorted as text
 _SHAPES = ("preset", "from_")  # fields of ModelSection that stand for many
 _SIZES = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len")
 _NEEDED_WITHOUT_PRESET = ("n_layer", "n_head", "d_model", "d_ff", "max_seq_len")
@@ -308,9 +309,9 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
     ]
 
     for name in (*_SIZES, "vocab_size", "num_ids", "d_head", "no_rope_every", "sliding_window"):
-        size = getattr(section, name)
-        if size is not None and not 1 <= size <= LARGEST_SIZE:
-            problems.append((name, f"got {size}, expected a positive integer, at most {LARGEST_SIZE}"))
+        size, largest = getattr(section, name), MOST_LAYERS if name == "n_layer" else LARGEST_SIZE
+        if size is not None and not 1 <= size <= largest:
+            problems.append((name, f"got {size}, expected a positive integer, at most {largest}"))
     for name in ("rope_theta", "norm_eps"):
         number = getattr(section, name)
         if number is not None and not 0 < number < float("inf"):
