@@ -217,7 +217,10 @@ def test_of_phases_named_by_numbers_set_finds_the_name_and_brackets_the_place(fo
     assert ends[0][0] != 7 and ends[1] == ends[2] == [7, ends[0][1]]
     config = load(text, "phases.1.mixture={law: 1}")  # the second is named 1, and there is no third
     assert config.phases[1].mixture == {"law": 1.0} != config.phases[0].mixture
-    assert load(text, *(option.removeprefix("--set ") for option in config.command_line)) == config
+    assert config.command_line == ["--set phases[1].mixture={law: 1}"]
+    # What a run remembers is a place, as before there were such names.
+    again = load(text, remembered=[*config.command_line, "--set phases.1.until=70%", "--set phases.0.until=7"])
+    assert again.phases[1].mixture == {"law": 1.0} and [p.until for p in again.phases] == [7, "70%"]
 
 
 def test_set_overrides_values_and_is_named_in_problems(folder):

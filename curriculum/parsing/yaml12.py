@@ -155,7 +155,7 @@ def read_yaml(path) -> tuple[dict, Origin]:
 def read_override(data: dict, origin: Origin, override: str) -> None:
     """Apply `a.b[0].c=value` to data; the value is read as YAML. Instead of its number an entry's name may stand.
 
-    `a.b.0` is the entry named 0, if there is one, else the first.
+    `a.b.0` is the entry named 0, if there is one, else the first. Of what a run remembers it is the first.
     """
     option = f"--set {override}"
     path, equals, text = override.partition("=")
@@ -173,7 +173,8 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     for depth, (bracket, part) in enumerate(parts):
         if isinstance(here, list):
             names = entry_names(here, data, origin)
-            numbered = [] if bracket else entry_names(here, data, origin, numbers=True)
+            is_place = bracket or option in origin.remembered
+            numbered = [] if is_place else entry_names(here, data, origin, numbers=True)
             if numbered.count(part) == 1:
                 key = numbered.index(part)
             elif part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here):
@@ -198,7 +199,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         else:
             here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
     origin.given_by(dotted, option)
-    if by_name != dotted:
+    if by_name != dotted or by_name != path.strip():
         origin.by_name[dotted] = f"--set {by_name}={text}"
     for below, number in given.numbers.items():
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
