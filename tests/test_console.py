@@ -175,6 +175,15 @@ def test_eta_after_a_resume_counts_neither_other_processes_nor_compiling(tmp_pat
     assert printed(tmp_path / "none", start(), evaluated(0, 9.0, val=4.0))[-2].split(" | ")[3] == "ETA ?"
 
 
+def test_eta_begins_anew_with_a_run_that_goes_back_to_its_start_more_than_once(tmp_path):
+    back = stamped("rollback", 0, 300.0, told_at_step=2, first_bad_step=0, plan=PLAN)
+    back |= {"number": 1, "max": 9, "reason": "bad luck", "skip_steps": 20}
+    evals = [evaluated(0, 301.0, val=4.0), back, evaluated(2, 302.0, val=4.0)]
+    lines = printed(tmp_path, start(), *evals, *(start(), *evals) * 2)
+    etas = [line.split(" | ")[3] for line in lines if line.startswith("step ")]
+    assert len(etas) == 6 and set(etas[::2]) == {"ETA ?"} and not any("-" in eta for eta in etas)
+
+
 def test_eta_after_a_rollback_counts_what_comes_after_it(tmp_path):
     back = stamped("rollback", 1000, 300.0, told_at_step=1400, first_bad_step=1390, plan=PLAN)
     back |= {"skip_steps": 20, "number": 1, "max": 3, "reason": "bad luck"}

@@ -98,6 +98,7 @@ class Console:
         match event["event"]:
             case "training_start":
                 self._skipped, self._row = {}, {}
+                self._marks.clear()  # a rollback to step 0 begins anew
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._print(*header(event, self._run_dir), *self._device_lines)
             case "resume" | "rollback" as kind:
