@@ -611,11 +611,18 @@ def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_pat
 
 
 def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_path, capsys):
-    phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
-    data = config_data(corpus, train__steps=6, phases=phases, optim={"lr": 1e30, "schedule": "constant"})
-    complete = train(build_config(data), tmp_path / "run", store_dir=store)
+    phases = [
+        {"name": name, "until": until, "mixture": {"web": 1.0}, "lr": {"peak": peak}}
+        for name, until, peak in (("sane", 6, 1e-3), ("wild", "end", 1e30))
+    ]
+    optim = {"lr": 1e-3, "schedule": "constant", "allow_jump": True}
+    complete = train(
+        build_config(config_data(corpus, train__steps=12, phases=phases, optim=optim)),
+        tmp_path / "run",
+        store_dir=store,
+    )
     assert 0 < complete["skipped_updates"] < 6
-    assert f"{complete['skipped_updates']} of 6 updates were skipped" in capsys.readouterr().out
+    assert f"{complete['skipped_updates']} of 12 updates were skipped" in capsys.readouterr().out
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     assert len([json.loads(line, parse_constant=pytest.fail) for line in lines]) > 3  # no bare NaN or Infinity
 
