@@ -178,18 +178,18 @@ def load_hf(folder: str | os.PathLike, config: ModelConfig, like: Params) -> Par
         source = stored[tensor.name].map()
         source = source.T if tensor.transposed else source
         first = part * (source.shape[-1] // len(tensor.parameters))
-        sums: list[np.float32] = []
+        sums: list[np.float64] = []
 
         def cut(index: tuple[slice, ...]) -> np.ndarray:
             found = _cut(source, first, array.shape, index)
             with np.errstate(invalid="ignore"):
-                sums.append(found.sum())
+                sums.append(found.sum(dtype=np.float64))
             return found
 
         whole = jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, cut))
         if not np.isfinite(sums).all():
             file = stored[tensor.name].file
-            raise InputError(f"{file}: {tensor.name} holds infinities or NaN; copy the folder again")
+            raise InputError(f"{file}: {tensor.name} holds infinities or NaN; copy the folder again, or use another")
         return whole
 
     return jax.tree.map_with_path(placed, like)
