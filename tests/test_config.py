@@ -414,6 +414,10 @@ def test_a_variable_that_is_set_and_nothing_uses_is_told(folder):
     unused = "variables.foldre: nothing uses this variable; did you mean 'folder'? (used: folder, law_path)"
     assert problems(text, "variables.foldre=web") == [f"--set variables.foldre=web: {unused}"]
     assert "variables.main: nothing uses this variable (used:" in problems(text, "variables.main=law")[0]
+    text = text.replace("batch_size: 8", "batch_size: $variables.size.batch")
+    unused = "variables.size.batchh: nothing uses this variable; did you mean 'size.batch'? (used:"
+    assert unused in problems(text, "variables.size.batchh=4")[0]
+    assert load(text, "variables.size.batch=4") == load(text, "variables.size={batch: 4}")
     # A file that uses it no more is not held against what the run remembers of it.
     Path("c.yaml").write_text(text)
     assert load_config("c.yaml", remembered=["--set variables.main=law"]).sources["law"].path == "law.txt"

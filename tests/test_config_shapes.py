@@ -68,6 +68,17 @@ def test_what_must_agree(tmp_path, a, b, sections, told):
     assert len(error.value.problems) == 1 and told in error.value.problems[0]
 
 
+def test_a_length_that_the_model_lacks_is_told_where_it_was_given(tmp_path):
+    def wrong(b, **train):
+        with pytest.raises(InputError) as error:
+            config(tmp_path, {"seq_len": 2048}, b, train={"steps": 12, "batch_size": 4, **train})
+        return [problem.split(": ")[1] for problem in error.value.problems]
+
+    assert wrong({"seq_len": 1024}) == ["phases[0].seq_len"]  # train's is made of theirs
+    assert wrong({}, seq_len=2048) == ["train.seq_len", "phases[0].seq_len"]
+    assert wrong({"seq_len": 1024}, seq_len=4096) == ["train.seq_len", "phases[0].seq_len"]
+
+
 def test_the_config_of_a_run_that_went_on_on_another_mesh_is_read(tmp_path):
     """Of a run that goes on only the phases ahead have to fit the mesh; eval, generate and branch read its config."""
     data = config(tmp_path, {"batch_size": 6}, {"batch_size": 8}).to_json() | {"mesh": {"data": 4}}

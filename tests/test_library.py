@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -249,8 +250,6 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"build": lambda e, k: {"embed": e, "kernel": [k.astype(np.int32)]}}, "parameter kernel.0: got int32, expected float32"),
         ({"build": lambda e, k: {}}, "init gave no parameters"),
         ({"build": lambda e, k: {"embed": e, "kernel": k, "none": k[:0]}}, r"parameter none: got shape \[0, 257\], expected no empty array"),
-        ({"architecture": {"act": jax.nn.gelu}}, "architecture: Object of type .* is not JSON serializable; expected a mapping of plain JSON"),
-        ({"architecture": [1]}, "architecture: .*; expected a mapping of plain JSON"),
         ({"build": lambda e, k: e}, "parameter : expected nested lists and dicts with string keys"),
         ({"build": lambda e, k: {0: e, 1: k}}, "parameter 0: expected nested lists and dicts with string keys"),
         ({"build": lambda e, k: {"a.b": e, "a": {"b": k}}}, "parameter a.b: two have this name"),
@@ -290,10 +289,29 @@ def test_a_good_model_passes_with_and_without_a_head(matrices):
 
 def test_what_make_model_gives_is_checked_before_a_run_is_created(tmp_path, text_folder, matrices):
     config = build_config(config_data(text_folder))
-    for gives, message in ((bigram(matrices, **FIRST_ROWS), "forward gave"), (matrices, "gave list, expected")):
+    no_json = "architecture: Object of type .* is not JSON serializable; expected a mapping of plain JSON"
+    for gives, message in (
+        (bigram(matrices, **FIRST_ROWS), "forward gave"),
+        (matrices, "gave list, expected"),
+        (bigram(matrices, architecture={"act": jax.nn.gelu}), no_json),
+        (bigram(matrices, architecture=[1]), "architecture: .*; expected a mapping of plain JSON"),
+        (
+            bigram(matrices, architecture={1: 2}),
+            "architecture: has keys that are not text; expected a mapping of plain",
+        ),
+    ):
         with pytest.raises(InputError, match=message):
             train(config, tmp_path / "run", store_dir=text_folder / "store", make_model=lambda vocab_size: gives)  # noqa: B023
     assert not (tmp_path / "run").exists()
+
+
+def test_an_architecture_may_have_numpy_s_numbers(tmp_path, text_folder, matrices):
+    config = build_config(config_data(text_folder))
+    of_numpy = {"width": np.int64(8), "sizes": np.arange(3), "more": MappingProxyType({"a": 1})}
+    model = bigram(matrices, architecture=of_numpy)
+    train(config, tmp_path / "run", store_dir=text_folder / "store", make_model=lambda vocab_size: model)
+    kept = json.loads((tmp_path / "run/model.json").read_text())
+    assert kept == {"width": 8, "sizes": [0, 1, 2], "more": {"a": 1}}
 
 
 def test_a_model_of_ones_own_may_have_longer_sequences_than_the_presets(tmp_path, text_folder, matrices):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -108,10 +107,6 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
     """
     if not isinstance(model, Model):
         raise InputError(f"make_model: gave {type(model).__name__}, expected a curriculum.model.model.Model")
-    try:
-        json.dumps(dict(model.architecture))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"make_model: architecture: {error}; expected a mapping of plain JSON") from None
     params = abstract_params(model)
     names: set[str] = set()
     problems = []

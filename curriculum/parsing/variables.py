@@ -12,7 +12,7 @@ from curriculum.errors import nearest
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # without a dot, which looks up a key of what is named
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
-_USE = re.compile(r"\$\{?variables\.([A-Za-z0-9_-]+)")
+_USE = re.compile(r"\$\{?variables\.([A-Za-z0-9_.-]+)")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
 # A few lines that each use the next one twice would expand exponentially.
 _MAX_VALUES, _MAX_DEPTH = 100_000, 200
@@ -98,16 +98,14 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
 
 
 def unused(data: Mapping[str, Any], given: Iterable[str]) -> list[tuple[str, str]]:
-    """A problem (path, message) for each of the paths `given` that is of a variable which nothing in `data` uses.
-
-    That is a name mistyped on the command line, where it would change nothing.
-    """
-    used = sorted(set(_USE.findall(json.dumps(data, default=str))))
+    """A problem (path, message) for each of the paths `given` that is of a variable which nothing in `data` uses."""
+    used = sorted({name.rstrip(".") for name in _USE.findall(json.dumps(data, default=str))})
     problems = []
-    for path in given:
+    for path in given:  # of the command line, where a mistyped name would change nothing
         section, _, name = path.partition(".")
-        name = re.split(r"[.\[]", name)[0]
-        if section == "variables" and name and name not in used:
+        name = name.partition("[")[0]
+        is_used = any(f"{use}.".startswith(f"{name}.") or f"{name}.".startswith(f"{use}.") for use in used)
+        if section == "variables" and name and not is_used:
             near = nearest(name, used)
             hint = f"; did you mean {near!r}?" if near else ""
             problems.append((path, f"nothing uses this variable{hint} (used: {', '.join(used) or 'none'})"))

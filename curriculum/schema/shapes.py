@@ -90,7 +90,8 @@ def _check_positions(v):
     if (model := model_of(v)) is None:
         return
     trained = [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
-    if v["train"].seq_len not in [length for _, length in trained]:  # else it may be made of theirs
+    lengths = [length for _, length in trained]
+    if None in lengths or v["train"].seq_len not in lengths:  # else train's may be made of theirs
         trained.insert(0, ("train.seq_len", v["train"].seq_len))
     for path, length in [*trained, ("evalsets.seq_len", v["evalsets"].seq_len)]:
         if length is not None and length > model.max_seq_len:

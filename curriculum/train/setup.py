@@ -22,6 +22,7 @@ from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
 from curriculum.plan_warnings import all_warnings, known_to_base
+from curriculum.record.events import plain
 from curriculum.scheduling import NO_PAST, Past
 from curriculum.schema.adaptation import Base, resolved_model
 from curriculum.schema.checks import NO_ADAPTERS
@@ -161,6 +162,7 @@ def build(
         architecture, model = None, make_model(vocab_size)
         for micro_step in micro_steps(config):
             check_model(model, vocab_size, *micro_step)
+        _check_architecture(model)
     if start.base is not None:
         check_base(start.base, config, model if start.frozen is None else transformer(replace(architecture, lora=None)))
     frozen, lineage = None, start.lineage
@@ -200,6 +202,16 @@ def _with_model(config: Config, make_model: Callable[[int], Model] | None, conti
     if given := [f"phases[{i}].rope_theta" for i, p in enumerate(config.phases) if p.rope_theta is not None]:
         raise config.error((path, _NO_ROPE) for path in given)
     return replace(config, model=None)
+
+
+def _check_architecture(model: Model) -> None:
+    """Raise InputError if what a custom model says of its architecture cannot be kept, and compared, as JSON."""
+    try:
+        kept = plain(dict(model.architecture))
+        if json.loads(json.dumps(kept)) != kept:
+            raise ValueError("has keys that are not text")
+    except (TypeError, ValueError) as error:
+        raise InputError(f"make_model: architecture: {error}; expected a mapping of plain JSON") from None
 
 
 def _mesh_of(config: Config) -> Mesh:
