@@ -14,7 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart                              install, build the corpus, train runs/quickstart (or resume it)"
-	@echo "make quickstart ARGS='--set train.steps=200' the same with options of 'curriculum train'"
+	@echo "make quickstart ARGS='--run-dir runs/short --set train.steps=200'"
+	@echo "                                             the same with options of 'curriculum train'"
 	@echo "make test                                    install, run the tests"
 	@echo "make parity                                  install torch, transformers, peft and lm-eval: with them the tests"
 	@echo "                                             also hold imports and exports against these"

@@ -194,8 +194,8 @@ class DataPlan:
         if rows is not None:
             draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]
-        if missing := {self.sources[i] for i in draws.source.tolist() if by_source[i] is None}:
-            raise ValueError(f"batch of step {step}: no stream of {', '.join(sorted(missing))}")
+        if missing := [self.sources[i] for i in np.unique(draws.source) if by_source[i] is None]:
+            raise ValueError(f"batch of step {step}: no stream of {', '.join(missing)}")
         read = _rows if any(hasattr(stream, "read") for stream in by_source) else _plain_rows
         inputs_BT, targets_BT, scored_BT, segment_ids_BT = read(by_source, draws, segment.seq_len, eot, bos)
         own_bos = bos not in (None, eot)

@@ -106,8 +106,8 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
         for beside in _UNRENDERED:
             if message.get(beside):
                 raise InputError(
-                    f"{place} has {beside}, which no template renders: an answer would be trained without that; write "
-                    "it into its content as the model should, or leave the key or the conversation out"
+                    f"{place} has {beside}, which no template renders, so it would be left out; write it into the "
+                    "content as the model should write it, or leave the key or the conversation out"
                 )
         weight = message.get("weight")  # a table has null in rows without one
         if weight not in (None, 0, 1) or isinstance(weight, bool):

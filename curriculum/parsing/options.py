@@ -89,7 +89,7 @@ def _name_anew(data: dict, origin: Origin) -> None:
     phases = data.get("phases")
     for i, name in enumerate(entry_names(phases, data, origin) if isinstance(phases, list) else ()):
         where = f"phases[{i}]"
-        if name is None or where in origin.options or f"{where}.name" in origin.options:
+        if name is None or name.isdecimal() or where in origin.options or f"{where}.name" in origin.options:
             continue  # a later option finds it by the name that it had before
         for path in [path for path in origin.by_name if path.startswith(f"{where}.")]:
             value = origin.by_name[path].partition("=")[2]

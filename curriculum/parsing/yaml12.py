@@ -173,21 +173,19 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     for depth, (bracket, part) in enumerate(parts):
         if isinstance(here, list):
             names = entry_names(here, data, origin)
-            is_place = bracket or option in origin.remembered
-            numbered = [] if is_place else entry_names(here, data, origin, numbers=True)
-            if numbered.count(part) == 1:
-                key = numbered.index(part)
-            elif part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here):
-                key = int(part)
-            elif names.count(part) == 1:
+            is_number = part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here)
+            is_place = is_number and (bracket or option in origin.remembered)
+            if names.count(part) == 1 and not is_place:
                 key = names.index(part)
+            elif is_number:
+                key = int(part)
             else:
                 indices = f" (0 to {len(here) - 1})" if here else ""
                 known = ", ".join(name for name in names if name is not None)
                 got = f"{dotted} has {len(here)} entries{indices}, got {part!r}"
                 raise InputError(f"{option}: {got}" + (f" (names: {known})" if known else ""))
             dotted = f"{dotted}[{key}]"
-            named = names[key] is not None and names.count(names[key]) == 1
+            named = names[key] is not None and names.count(names[key]) == 1 and not names[key].isdecimal()
             by_name += f".{names[key]}" if named else f"[{key}]"
         elif isinstance(here, dict):
             key, dotted = part, f"{dotted}.{part}" if dotted else part
@@ -205,14 +203,11 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
 
 
-def entry_names(entries: list, data: dict, origin: Origin, *, numbers: bool = False) -> list[str | None]:
-    """The name of each entry of a list, variables replaced; None for one without a name that an override can use.
-
-    Only with `numbers` may that be a number: what is remembered of such an entry has its place.
-    """
+def entry_names(entries: list, data: dict, origin: Origin) -> list[str | None]:
+    """The name of each entry of a list, variables replaced; None for one without a name that an override can use."""
     given = {"names": [entry.get("name") if isinstance(entry, dict) else None for entry in entries]}
     names = substitute({**given, "variables": data.get("variables", {})}, origin.numbers)[0]["names"]
-    usable = [isinstance(name, str) and NAME.fullmatch(name) and (numbers or not name.isdecimal()) for name in names]
+    usable = [isinstance(name, str) and NAME.fullmatch(name) for name in names]
     return [name if fits else None for name, fits in zip(names, usable, strict=True)]
 
 

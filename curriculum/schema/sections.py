@@ -118,7 +118,7 @@ class TrainSection:
 
     @property
     def diverged_after(self) -> int:
-        """So many bad updates in a row are a divergence. Without a rollback, when the window is full of them."""
+        """So many bad updates in a row are a divergence amid a run: without a rollback, those that fill the window."""
         return self.window_steps if self.rollback is None else self.rollback.after
 
 

@@ -150,7 +150,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         run_it = fenced("", f"llama-cli -m model.gguf {prompt}")
         fields = fields_for_transformers(exported.config)
         if fields is None:
-            other = "What transformers reads of such a file is not this model; `--format hf` writes a folder for it."
+            other = "What transformers reads from such a file is not this model; `--format hf` writes a folder for it."
             return ["With llama.cpp:", run_it, other]
         before = ["With llama.cpp, or in this folder with transformers:", run_it]
         where, more = '".", gguf_file="model.gguf"', "".join(f", {key}={value}" for key, value in fields.items())

@@ -153,7 +153,7 @@ def fields_for_transformers(config: ModelConfig) -> dict[str, int] | None:
     Of gpt2 and qwen3 its reader takes these for those of the published models. It reads no scaling of rope, no biases
     of llama, and no smollm3.
     """
-    architecture = gguf_architecture(config)
+    architecture, config = gguf_architecture(config), shortest(config)
     if architecture == "smollm3" or config.rope_scaling is not None or (architecture == "llama" and config.bias):
         return None
     match architecture:

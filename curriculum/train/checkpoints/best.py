@@ -90,11 +90,11 @@ class BestCheckpoints:
             self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the saves of the two
         self.kept.set_aside_after(last)
         if last in self._needed_by and _was_to_be_kept(directory, last):
-            self.kept.adopt(directory.checkpoints / str(last))  # here too
+            self.kept.adopt(directory.checkpoints / str(last))  # a kill came between these saves too
         for step in self.kept.steps():
             folder = directory.kept / str(step)
             if damage(folder, "ledger/") is None:
-                self._needed_by_kept |= _golds_of(read_ledger(folder)) - {step}
+                self.note_keeping(step, GoldState.from_json(read_ledger(folder)["history"]["gold"]))
 
     def __enter__(self) -> BestCheckpoints:
         return self

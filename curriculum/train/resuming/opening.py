@@ -125,11 +125,10 @@ def tokenizer_to_go_on(
 ) -> Tokenizer:
     """The tokenizer of a run that continues from the ledger `saved`: the one kept with it, or the config's.
 
-    Raises InputError if the config asks for another than the run's, before any text is prepared with it.
+    Raises InputError if that is another than the run was trained with, before any text is prepared with it.
     """
-    if kept := kept_tokenizer(directory, config):
-        return kept
-    tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
+    tokenizer = kept_tokenizer(directory, config)
+    tokenizer = tokenizer or prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     if tokenizer.fingerprint != saved["tokenizer"]:
         raise config.error([ledger.OTHER_TOKENIZER])
     return tokenizer
