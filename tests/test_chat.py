@@ -72,7 +72,8 @@ def test_calls_of_tools_and_reasoning_are_not_left_out_silently(key):
     message = {"role": "assistant", "content": "", key: [{"name": "search"}]}
     with pytest.raises(InputError, match=rf"messages\[0\] has {key}, which no template renders"):
         render([message], SHORT)
-    assert render([message | {key: None}], SHORT) == [("A:", False), (";", True)]
+    for nothing in (None, [], "", True):
+        assert render([message | {key: nothing}], SHORT) == [("A:", False), (";", True)]
 
 
 def test_two_texts_are_joined_as_they_are_and_the_completion_is_scored():

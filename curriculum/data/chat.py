@@ -104,7 +104,7 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
             remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
             raise InputError(f"{place}.role is {role!r}; expected {', '.join(chat.roles)}; {remedy}")
         for beside in _UNRENDERED:
-            if message.get(beside):
+            if message.get(beside) and message[beside] is not True:  # a flag is no text
                 raise InputError(
                     f"{place} has {beside}, which no template renders, so it would be left out; write it into the "
                     "content as the model should write it, or leave the key or the conversation out"
