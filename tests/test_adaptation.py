@@ -28,7 +28,7 @@ from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.schema.adaptation import find_base, with_replay
+from curriculum.schema.adaptation import differences, find_base, with_replay
 from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
@@ -545,6 +545,13 @@ def test_of_a_branch_the_seed_may_be_changed_by_a_branch_at_step_0_alone(folder)
     branch("other", 0, "again", overrides=["seed=7"], store_dir="store")
     losses, begun, again = ([row["loss"] for row in load_run(name).metrics] for name in ("other", "begun", "again"))
     assert begun == again != losses and len(losses) == 4
+
+
+@pytest.mark.parametrize(("ours", "its", "told"), [("rope", "rope", ""), ("learned", "learned", "max_seq_len 64 (there 32)"),
+    ("rope", "learned", 'max_seq_len 64 (there 32), pos_encoding "rope" (there "learned")')])  # fmt: skip
+def test_only_with_rope_max_seq_len_may_differ(ours, its, told):
+    base = {"max_seq_len": 32, "pos_encoding": its}
+    assert differences({"max_seq_len": 64, "pos_encoding": ours}, base) == told
 
 
 def test_with_rope_a_run_may_be_longer_than_its_base(folder):

@@ -166,7 +166,12 @@ def test_sections_that_agree_and_those_that_do_not(folder):
     assert adapted("model.dropout=0.1").model.dropout == 0.1
     for override, words in (
         ("model.vocab_size=271", "model.vocab_size: got 271, but hf has 272 rows; expected as many, or more"),
-        ("model={from: hf, d_ff: 32}", "model: the architecture is not that of hf: d_ff 32 (there 24)"),
+        (
+            "model={from: hf, d_ff: 32}",
+            "model: the architecture is not that of hf: d_ff 32 (there 24); leave the section "
+            "out to use the same, or give no preset and only what may differ (dropout, compute_dtype, remat, attention, "
+            "layers, max_seq_len, vocab_size as padding)",
+        ),
         ("model.num_ids=271", "model: the architecture is not that of hf: vocab_size 271 (there 272)"),
         ("tokenizer={kind: byte}", "tokenizer.kind: got byte, but hf has hf"),
     ):

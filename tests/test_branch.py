@@ -303,6 +303,7 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(re
         ("1", [], "--at 1: .*trunk has no checkpoint at or before it; available: 2, 4, 6, 8, 10, 12$"),
         ("12", ["seed=7"], "seed: got 7, but steps 0 to 12 were trained with 1337"),
         ("12", ["model.n_layer=2"], "model: the architecture of a run cannot change"),
+        ("12", ["tokenizer={kind: char}"], "tokenizer: is not the one that the run was trained with"),
         ("12", ["train.stepz=20"], "train.stepz: no such key"),
         ("13", ["optim.weight_decay=0.5"], "optim.weight_decay: got 0.5, but the branch must repeat steps 12 to 13 as its "
          "trunk trained them, with 0.1; restore it, or branch at the step of a checkpoint: 2, 4, 6, 8, 10, 12"),
@@ -330,9 +331,10 @@ def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, a
             *overrides,
             "phases=[{name: a, until: 8, mixture: {web: 7, code: 3}}, {name: b, until: end, mixture: {web: 1}}]",
         ]
-    before = sorted(trunk.rglob("*"))
+    before, stores = sorted(trunk.rglob("*")), sorted((folder / "store/stores").iterdir())
     with pytest.raises(InputError, match=words):
         branch(trunk, at, trunk.parent / "new", overrides=overrides, store_dir=folder / "store")
+    assert stores and sorted((folder / "store/stores").iterdir()) == stores
     assert [p.name for p in trunk.parent.iterdir()] == ["trunk"] and sorted(trunk.rglob("*")) == before
 
 

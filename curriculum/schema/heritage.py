@@ -68,7 +68,7 @@ class Heritage:
             resolved = replace(resolved, vocab_size=resolved.num_ids or resolved.vocab_size, num_ids=None)
         if different := differences(resolved.architecture, self.architecture):
             may = [*HOW, *(["max_seq_len"] if resolved.pos_encoding == "rope" else [])]
-            may += ["vocab_size, as padding"] if self.is_hf else []
+            may += ["vocab_size as padding"] if self.is_hf else []
             only = f"or give no preset and only what may differ ({', '.join(may)})"
             yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
 
