@@ -447,6 +447,14 @@ def test_curves_that_are_marked():
     assert uses.count(RED) == 2 and uses.count("#e0a100") == 1
 
 
+@pytest.mark.parametrize(("first", "mark"), [([], ""), ([6.0, 5.0], "↑ from 6.00")])
+def test_a_curve_that_begins_with_an_infinite_loss_is_drawn(first, mark):
+    ys = [math.inf, *first, 2.0, 2.1, *(3.0 + 0.01 * (i % 3) for i in range(20))]
+    others = [Curve("b", "#e69f00", [*range(len(ys))], [*first, *[3.0] * (len(ys) - len(first))])] if first else []
+    drawn = eval_chart("losses", [Curve("a", "#0072b2", [*range(len(ys))], ys), *others])
+    assert "↑ from inf" not in drawn and mark in drawn
+
+
 def test_the_mark_of_what_is_cut_off_stands_clear_of_the_curves():
     xs = list(range(0, 1001, 20))
     low = Curve("low", "#d55e00", xs, [2.3 + 0.1 * math.exp(-x / 400) for x in xs])

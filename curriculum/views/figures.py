@@ -325,11 +325,11 @@ def _fit_y(axes: Axes, curves: Sequence[Curve]) -> None:
         low_later, high_later = min(s[1] for s in later), max(s[2] for s in later)
         if high - low > 1.8 * (high_later - low_later) > 0:
             high = high_later + 0.4 * (high_later - low_later)
-            first = max(y for c in curves for y in c.ys[:1])
+            first = max((y for c in curves for y in c.ys[:1] if math.isfinite(y)), default=high)
             if first > high:
                 below = max(high - 0.05 * (high - low), high_later)  # the mark's lower edge
                 cut = max(x for x, _, top in spans if top > below)
-                above = [c for c in curves if max(c.ys[:1], default=0) > high]
+                above = [c for c in curves if c.ys and high < c.ys[0] < math.inf]
                 back = max(min((x for x in c.xs if x > cut), default=cut) for c in above)
                 axes.annotate(f"↑ from {first:.2f}", (back, 1), (6, -9), xycoords=axes.get_xaxis_transform(),
                               textcoords="offset points", color=_MUTED, fontsize=10)  # fmt: skip
