@@ -14,6 +14,7 @@ from curriculum.data.corpus import find_trained_on, load_evalsets, size_warnings
 from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.errors import InputError, check_several, no_such
+from curriculum.parsing.options import named_directories
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
@@ -61,7 +62,7 @@ def evaluate(
     *,
     step: str | int | None = None,
     weights: str = "raw",
-    eval_dataset_dirs: Mapping[str, str | os.PathLike] | None = None,
+    eval_dataset_dirs: Iterable[str] | Mapping[str, str | os.PathLike] = (),
     overrides: Iterable[str] = (),
     sets: Iterable[str] | None = None,
     store_dir: str | Path = DEFAULT_STORE_DIR,
@@ -72,9 +73,9 @@ def evaluate(
     So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit. If the run's mesh
     does not fit the devices here, all of them become the data axis, and a warning says so.
 
-    `step` and `weights` are as for `export`. `eval_dataset_dirs` are new sets by name; `overrides` give their other
-    fields, as in `evalsets.sets.NAME.format=messages`. Beside them `sets` are measured, names of the run's, by default
-    all of them. `make_model` is the one that the run was trained with, if any.
+    `step` and `weights` are as for `export`. `eval_dataset_dirs` are new sets, as for `load_config`; `overrides` give
+    their other fields, as in `evalsets.sets.NAME.format=messages`. Beside them `sets` are measured, names of the run's,
+    by default all of them. `make_model` is the one that the run was trained with, if any.
 
     Nothing is written into the run. A new set needs neither the run's sources nor its phases; a set that is held out
     of a source needs the source's text. Raises InputError if a set is not the one that the run measured under its
@@ -82,7 +83,7 @@ def evaluate(
     """
     check_several("sets", sets)
     check_several("overrides", overrides)
-    new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
+    new = named_directories("--eval-dataset-dir", eval_dataset_dirs or ())
     own = load_run(run).config
     config = _with_sets(own, new, overrides)
     names = _names(config, sets, new)

@@ -98,7 +98,7 @@ def load_generator(
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:
-    """The prompts of a file: the `prompt` of each object in a `.jsonl`, else each line. Blank lines are left out.
+    """The prompts of a file: the `prompt` of each object in a `.jsonl` or `.ndjson`, else each line that is not blank.
 
     Raises InputError for a file that cannot be read or has no prompts, and with every line of a `.jsonl` that has none.
     """
@@ -107,11 +107,12 @@ def read_prompts(path: str | os.PathLike) -> list[str]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path, bytes that are not UTF-8
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--prompts-file {path}: cannot be read: {reason}") from None
+    is_rows = Path(path).suffix.lower() in (".jsonl", ".ndjson")
     prompts, problems = [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        if Path(path).suffix != ".jsonl":
+        if not is_rows:
             prompts.append(line.removesuffix("\r"))
             continue
         try:

@@ -147,7 +147,7 @@ def test_a_new_set_needs_neither_sources_nor_phases(folder):
     assert alone.results["new"].nats_N.tobytes() == nats
     assert windows(alone.results["law"]) == recorded(4, "law")
 
-    beside = evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, sets=["law"], store_dir="store")
+    beside = evaluate("run", eval_dataset_dirs=["new=new.jsonl"], sets=["law"], store_dir="store")
     assert list(beside.results) == ["law", "new"]  # a new set need not be named again
 
     Path("web.jsonl").unlink()

@@ -399,6 +399,8 @@ def test_a_model_that_cannot_generate_is_told():
     [
         ("p.txt", "one\r\n\n two \n", ["one", " two "]),
         ("p.jsonl", '{"prompt": "one\\ntwo"}\n\n{"prompt": "", "id": 3}\n', ["one\ntwo", ""]),
+        ("p.JSONL", '{"prompt": "one"}\n', ["one"]),
+        ("p.ndjson", '{"prompt": "one"}\n', ["one"]),
         ("p.jsonl", '{"prompt": 3}\n[1]\n{"text": "x"}\n{"prompt": "x"}\nnot json', ["1: got", "2:", "3:", "5: got 'not"]),
         ("p.txt", "\ufeffone\n", ["one"]),
         ("p.jsonl", '\ufeff{"prompt": "one"}\n', ["one"]),

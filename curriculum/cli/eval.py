@@ -32,13 +32,12 @@ from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_un
 def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, store_dir):
     """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
     from curriculum.evaluate import evaluate
-    from curriculum.parsing.options import named_directories
 
     measured = evaluate(
         run,
         step=step,
         weights=weights,
-        eval_dataset_dirs=named_directories("--eval-dataset-dir", eval_dataset_dirs),
+        eval_dataset_dirs=eval_dataset_dirs,
         overrides=overrides,
         sets=[name.strip() for name in ",".join(sets).split(",") if name.strip()] if sets else None,
         store_dir=store_dir,

@@ -17,7 +17,9 @@ from curriculum.sampling import Sampling
 @click.command()
 @click.argument("run")
 @click.option("--prompt", "prompts", metavar="TEXT", multiple=True, help="Text to continue; repeatable.")
-@click.option("--prompts-file", metavar="FILE", help='One prompt per line; in a .jsonl, one {"prompt": TEXT} per line.')
+@click.option(
+    "--prompts-file", metavar="FILE", help='One prompt per line; in a .jsonl or .ndjson, one {"prompt": TEXT} per line.'
+)
 @click.option(
     "--max-tokens",
     type=int,
