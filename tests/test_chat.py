@@ -67,7 +67,7 @@ def test_an_answer_of_weight_0_is_not_scored():
             render([*messages[:1], messages[1] | {"weight": weight}], SHORT)
 
 
-@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content"])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"])
 def test_calls_of_tools_and_reasoning_are_not_left_out_silently(key):
     message = {"role": "assistant", "content": "", key: [{"name": "search"}]}
     with pytest.raises(InputError, match=rf"messages\[0\] has {key}, which no template renders"):

@@ -156,6 +156,13 @@ def test_a_tensor_that_is_not_finite_is_told(tmp_path, model, wrong):
         loaded(tmp_path, config)
 
 
+def test_large_finite_tensors_are_read(tmp_path):
+    """Their sum in float32 would be infinite."""
+    params = {name: np.full_like(array, 3e38) for name, array in params_of(LLAMA).items()}
+    write(tmp_path, LLAMA, theirs(LLAMA, params))
+    assert equal(loaded(tmp_path, LLAMA), params)
+
+
 def test_shards_are_one_model(tmp_path):
     params = params_of(LLAMA)
     tensors = {name: np.ascontiguousarray(array) for name, array in theirs(LLAMA, params).items()}
