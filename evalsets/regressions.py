@@ -9,6 +9,7 @@ Pure numpy. Shapes: N windows, B baselines in the order of `BASELINES`, H evals 
 for bit. Losses, differences and errors are in nats per token.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,8 +25,8 @@ OK, WARNED, REGRESSED = range(3)
 
 NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
-MIN_NU, _FALLBACK_NU = 3, 10
-_UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in typical item errors
+MIN_NU = 3
+_UNMEASURED, _PRIOR_NU = 2.0, 10  # what jitter is taken to be beforehand, in typical item errors, and how firmly
 _CHANCE, _BENT = 1e-4, 2.0  # tail of the bounds by which two measures of the jitter are compared, and how
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
@@ -60,10 +61,10 @@ class Comparison(NamedTuple):
     """One eval of one set, compared with the baselines as they were before it.
 
     Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_B`, the standard error of that rise,
-    and its parts `sem_item_B` and `jitter_B`; `t_B`, NaN if it cannot be computed; `low_B` and `high_B`, the 95 %
+    and its part `sem_item_B`; `t_B`, NaN if it cannot be computed; `low_B` and `high_B`, the 95 %
     interval of delta; the state before and after; the step at which the standing alarm was raised, or -1.
-    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is taken as twice the typical
-    item error, or as what was measured if that is more); `df`, and `critical`, which t must exceed for an alarm;
+    Of the set, [...]: `loss`; `jitter`, see `checkpoint_jitter`, and `nu`, the degrees of freedom with which it was
+    measured; `df`, those of the quantiles, and `critical`, which t must exceed for an alarm;
     `detectable`, see `observe`; `too_small`, whether the item error alone makes the detectable rise more than twice the
     tolerance; `unlearned`, see `observe`; `spent`, how much of the run's false-alarm probability this eval used.
     For all: `clusters` ('documents' or 'blocks') and their number; `no_verdict`, why no verdict is possible, or None.
@@ -73,7 +74,6 @@ class Comparison(NamedTuple):
     baseline_losses_B: np.ndarray
     delta_B: np.ndarray
     sem_item_B: np.ndarray
-    jitter_B: np.ndarray
     sem_B: np.ndarray
     t_B: np.ndarray
     low_B: np.ndarray
@@ -82,6 +82,7 @@ class Comparison(NamedTuple):
     states_B: np.ndarray
     first_steps_B: np.ndarray
     loss: np.ndarray
+    jitter: np.ndarray
     nu: np.ndarray
     df: np.ndarray
     critical: np.ndarray
@@ -157,11 +158,10 @@ def observe(
 
     with np.errstate(invalid="ignore", divide="ignore"):
         delta_B, sem_item_B = clustered_ratio(now_XN[..., None, :] - watched.baseline_nats_BN, tokens_N, cluster_N)
-        measured, nu = checkpoint_jitter(watched)
         item = np.fmin.reduce(np.where(sem_item_B > 0, sem_item_B, np.nan), axis=-1)
-        typical = _typical_item(watched, item)[..., None]
-        jitter_B, sem_B, df = _errors(sem_item_B, measured[..., None], nu[..., None], num_clusters, typical)
-        df = df[..., 0]
+        scatter = checkpoint_jitter(watched, item)
+        sem_B = _sem(sem_item_B, scatter.jitter[..., None])
+        df = np.minimum(scatter.df, num_clusters - 1)
         t_B = (delta_B - tolerance) / sem_B
         t_B = np.where((sem_B == 0) & (delta_B == tolerance), 0.0, t_B)
         critical = student_quantile(level, df)
@@ -194,7 +194,6 @@ def observe(
         baseline_losses_B=baseline_losses_B,
         delta_B=delta_B,
         sem_item_B=sem_item_B,
-        jitter_B=jitter_B,
         sem_B=sem_B,
         t_B=t_B,
         low_B=delta_B - half_B,
@@ -203,7 +202,8 @@ def observe(
         states_B=states_B,
         first_steps_B=first_steps_B,
         loss=loss,
-        nu=nu,
+        jitter=scatter.jitter,
+        nu=scatter.nu,
         df=df,
         critical=critical,
         detectable=detectable,
@@ -235,33 +235,73 @@ def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
     return watched._replace(states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B)
 
 
-def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-    """(jitter, nu), [...] each: the scatter of the mean losses of neighbouring checkpoints, and its degrees of freedom.
+class Scatter(NamedTuple):
+    """The jitter of neighbouring checkpoints, [...] each.
+
+    nu: degrees of freedom with which it was measured, 0 if it was not. df: those of the quantiles to use with it.
+    bound: the jitter times the quantile of `_CHANCE`, by which measures are compared; inf if nothing was measured.
+    """
+
+    jitter: np.ndarray
+    nu: np.ndarray
+    df: np.ndarray
+    bound: np.ndarray
+
+
+def checkpoint_jitter(watched: Watched, item: np.ndarray) -> Scatter:
+    """The scatter of the mean losses of neighbouring checkpoints. item: [...], what `history_items_H` has of each eval.
 
     It is measured within each phase (the eval before the first update is in none), about straight lines unless they
-    are bent: if the 99.99 % bound of that scatter is more than twice the bound of the scatter about neighbours,
-    the latter is taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they
-    do not see slow noise either, which lines do, and leave half as many degrees of freedom. Below 3 of these nothing
-    tells whether the lines are bent: neighbours are taken, unless the lines have 6, as where many losses are not
-    finite. NaN if no phase has 3 finite losses in a row, or enough for such lines.
+    are bent: if the bound of that scatter is more than twice the bound of the scatter about neighbours, the latter is
+    taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they do not see
+    slow noise either, which lines do, and leave half as many degrees of freedom. By the same rule, if 3 of these are
+    left, each phase is cut at the set's best eval: where a falling loss turns, a line is bent, and so is the one
+    between the neighbours of the turn.
     """
-    jitter, nu = _about_neighbours(watched)
-    of_lines, nu_of_lines = _about_lines(watched)
+    typical = _typical_item(watched, item)
+    best_step = watched.baseline_steps_B[..., BEST, None]
+    whole, turned = (
+        _unless_bent(*(_scatter(*about(watched, cut), typical) for about in (_about_lines, _about_neighbours)))
+        for cut in (None, best_step)
+    )
+    return _unless_bent(whole, turned._replace(bound=np.where(turned.nu < MIN_NU, np.inf, turned.bound)))
+
+
+def _unless_bent(usual: Scatter, other: Scatter) -> Scatter:
+    bent = usual.bound > _BENT * other.bound
+    return Scatter(*(np.where(bent, b, a) for a, b in zip(usual, other, strict=True)))
+
+
+def _scatter(jitter: np.ndarray, nu: np.ndarray, typical_item: np.ndarray) -> Scatter:
+    """What is believed of a jitter that was measured with `nu` degrees of freedom.
+
+    Beforehand it is taken to be `_UNMEASURED` typical item errors, with `_PRIOR_NU` degrees of freedom. A measure that
+    is not above that is combined with it (the posterior of a normal variance under its conjugate prior: Gelman et al.,
+    Bayesian Data Analysis, section 2.6) unless it has the smaller bound alone. One above it shows that the documents of
+    the set are too many for its scatter to go by their error, and stands alone.
+    """
+    prior = _UNMEASURED * typical_item
+    nu = np.where(np.isfinite(jitter), nu, 0.0)
     with np.errstate(invalid="ignore"):
-        bound = jitter * student_quantile(_CHANCE, np.maximum(nu, 1))
-        bound_of_lines = of_lines * student_quantile(_CHANCE, np.maximum(nu_of_lines, 1))
-    straight = bound_of_lines < _BENT * bound
-    lines = np.where(nu >= MIN_NU, straight, nu_of_lines >= 2 * MIN_NU)
-    return np.where(lines, of_lines, jitter), np.where(lines, nu_of_lines, nu)
+        measured = np.where(nu > 0, jitter, 0.0)
+        within = measured <= prior
+        combined = np.sqrt((_PRIOR_NU * prior**2 + nu * measured**2) / (_PRIOR_NU + nu))
+        believed = np.where(within, combined, measured)
+        df = np.where(within, _PRIOR_NU + nu, np.where(nu < MIN_NU, _PRIOR_NU, nu))
+        bound = believed * student_quantile(_CHANCE, df)
+        bound_alone = measured * student_quantile(_CHANCE, np.maximum(nu, 1))
+        alone = (nu >= MIN_NU) & (bound_alone < bound)
+    bound = np.where(nu > 0, np.where(alone, bound_alone, bound), np.inf)
+    return Scatter(np.where(alone, measured, believed), nu, np.where(alone, nu, df), bound)
 
 
-def _about_neighbours(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+def _about_neighbours(watched: Watched, best_step: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """(jitter, nu) of each eval about the line between the evals before and after it, all three of one phase.
 
-    jitter^2 is the mean of e^2, where e is the distance from that line divided by its standard deviation for a jitter
-    of 1 (Gasser, Sroka and Jennen-Steinmetz, Biometrika 73, 1986). Neighbouring e have evals in common: with A the
-    quadratic form of their sum of squares, nu = (trace A)^2 / trace A^2 (Satterthwaite, Biometrics Bulletin 2, 1946),
-    about half as many as evals.
+    With `best_step` [..., 1] the eval of that step is left out. jitter^2 is the mean of e^2, where e is the distance
+    from that line divided by its standard deviation for a jitter of 1 (Gasser, Sroka and Jennen-Steinmetz, Biometrika
+    73, 1986). Neighbouring e have evals in common: with A the quadratic form of their sum of squares, nu =
+    (trace A)^2 / trace A^2 (Satterthwaite, Biometrics Bulletin 2, 1946), about half as many as evals.
     """
     steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
     steps_H = steps_H.astype(np.float64)
@@ -273,6 +313,8 @@ def _about_neighbours(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
         e_XM = (losses_XH[..., 1:-1] - line_XM) / scale_M
         within_M = (phases_H[:-2] == phases_H[1:-1]) & (phases_H[1:-1] == phases_H[2:])
         used_XM = within_M & np.isfinite(e_XM)  # empty places of the history are NaN
+        if best_step is not None:
+            used_XM &= steps_H[1:-1] != best_step
         next_M = (before_M[1:] + after_M[:-1]) / (scale_M[1:] * scale_M[:-1])  # correlation of e with the next one
         second_M = after_M[:-2] * before_M[2:] / (scale_M[:-2] * scale_M[2:])  # and with the one after that
         num = np.count_nonzero(used_XM, axis=-1)
@@ -282,18 +324,23 @@ def _about_neighbours(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
         return jitter, np.where(num > 0, num * num / trace, 0.0)
 
 
-def _about_lines(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+def _about_lines(watched: Watched, best_step: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """(jitter, nu) about a straight line against step in each phase: jitter^2 = RSS / nu.
 
     Both are summed over the phases, with nu = evals - 2 for each. Phases with fewer than 3 finite losses are left out;
-    if all are, jitter is NaN.
+    if all are, jitter is NaN. With `best_step` [..., 1] the evals of a phase up to that step and after it have a line
+    each.
     """
     steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
     rss, nu = np.zeros(losses_XH.shape[:-1]), np.zeros(losses_XH.shape[:-1], np.int64)
+    finite_XH = np.isfinite(losses_XH)  # empty places of the history are NaN
+    sides = [finite_XH]
+    if best_step is not None:
+        sides = [finite_XH & (steps_H <= best_step), finite_XH & (steps_H > best_step)]
     ends = [*(1 + np.flatnonzero(np.diff(phases_H))), len(phases_H)]
     with np.errstate(invalid="ignore", divide="ignore"):
-        for start, end in zip([0, *ends], ends, strict=False):
-            used_XH = np.isfinite(losses_XH[..., start:end])  # empty places of the history are NaN
+        for (start, end), side_XH in itertools.product(zip([0, *ends], ends, strict=False), sides):
+            used_XH = side_XH[..., start:end]
             num = np.count_nonzero(used_XH, axis=-1)
             x_XH = _centred(steps_H[start:end].astype(np.float64), used_XH, num)
             y_XH = _centred(losses_XH[..., start:end], used_XH, num)
@@ -367,12 +414,12 @@ def transfer(
     finite = [i for i, loss in enumerate(losses) if i >= first and loss is not None and math.isfinite(loss)]
     best = min(finite, key=losses.__getitem__, default=None)
 
-    typical_item = _typical_item(watched, np.asarray(np.nan))
+    scatter = checkpoint_jitter(watched, np.asarray(np.nan))
 
     def change(now_N: np.ndarray, before_N: np.ndarray) -> Change:
         delta, sem_item, num_clusters, _ = paired_difference(now_N, before_N, tokens_N, document_N)
-        _, sem, df = _errors(sem_item, *checkpoint_jitter(watched), num_clusters, typical_item)
-        half = student_quantile((1 - _CONFIDENCE) / 2, df) * sem
+        df = np.minimum(scatter.df, num_clusters - 1)
+        half = student_quantile((1 - _CONFIDENCE) / 2, df) * _sem(sem_item, scatter.jitter)
         return Change(float(delta), float(delta - half), float(delta + half))
 
     if best == len(ends):
@@ -384,30 +431,25 @@ def transfer(
     return Transfer(losses[0], losses[1:], forgetting, best, change(start_N, last_N))
 
 
-def _errors(
-    sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int, typical_item: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(jitter, standard error, degrees of freedom) of a difference between two checkpoints, both of which jitter."""
-    few = nu < MIN_NU
-    jitter = np.where(few, np.fmax(_UNMEASURED * np.fmin(typical_item, sem_item), jitter), jitter)
-    sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
-    return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)
+def _sem(sem_item: np.ndarray, jitter: np.ndarray) -> np.ndarray:
+    """The standard error of a difference between two checkpoints, both of which jitter."""
+    return np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
 
 
 def _typical_item(watched: Watched, item: np.ndarray) -> np.ndarray:
-    """The median of the item errors of the last evals and of the next, `item`; NaN if there is none.
+    """The median of the item errors of the last evals and of the next, `item`; 0 if there is none.
 
     Unmeasured jitter is taken from it rather than from the item error at hand, which grows with a rise, as no rise is
     even over the documents: a large one would hide itself. A median, as two evals may be much closer than most.
     """
     items_XH = np.concatenate([watched.history_items_H, item[..., None]], axis=-1)
     some_X = np.any(np.isfinite(items_XH), axis=-1)
-    return np.where(some_X, np.nanmedian(np.where(some_X[..., None], items_XH, 0.0), axis=-1), np.nan)
+    return np.nanmedian(np.where(some_X[..., None], items_XH, 0.0), axis=-1)
 
 
 def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
     """The standard error if the jitter is not measured."""
-    return math.sqrt(1 + 2 * _UNMEASURED**2) * sem_item
+    return _sem(sem_item, _UNMEASURED * sem_item)
 
 
 def _no_verdict(num_clusters: int, level: float) -> str | None:

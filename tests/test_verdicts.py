@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_regressions import slow_jitter
+from test_regressions import slow_difference, slow_scatter
 from test_trainer import WORDS, config_data, final_state, record
 from tiny_run import tiny_data, tiny_train, write_corpus
 
@@ -128,22 +128,32 @@ def test_each_eval_says_how_far_a_set_has_risen(told):
 
 def test_what_an_alarm_says_is_what_the_windows_say(told):
     step, pair = of_set(events(told, "eval_regression"), "val")[0]
-    now_N, tokens_N, document_N = windows(told, "primary", step)
-    then_N, _, _ = windows(told, "primary", pair["baseline_step"])
-    delta = sum(now_N - then_N) / sum(tokens_N)
-    by_document = [
-        sum((now_N - then_N - delta * tokens_N)[document_N == document]) for document in np.unique(document_N)
-    ]
-    assert len(by_document) > 40
-    item = np.sqrt(len(by_document) / (len(by_document) - 1) * np.sum(np.square(by_document))) / sum(tokens_N)
+    _, tokens_N, document_N = windows(told, "primary", step)
+
+    def difference(now, before):
+        nats = [windows(told, "primary", s)[0] for s in (now, before)]
+        return slow_difference(*nats, tokens_N, document_N)
+
+    delta, item, num_documents = difference(step, pair["baseline_step"])
+    assert num_documents > 40
     assert pair["delta"] == pytest.approx(delta, rel=1e-12) and delta > 0.1
     assert pair["loss"] - pair["baseline_loss"] == pytest.approx(delta, rel=1e-9)
     jitter = np.sqrt((pair["sem"] ** 2 - item**2) / 2)
 
-    evals = [e for e in events(told, "eval") if e["step"] < step][-24:]
-    measured, nu = slow_jitter([(e["step"], e["phase"] if e["step"] else -1, e["val_loss"]) for e in evals])
+    evals = [(e["step"], e["phase"] if e["step"] else -1, e["val_loss"]) for e in events(told, "eval")]
+    evals = evals[: [s for s, _, _ in evals].index(step) + 1]
+
+    def smallest_item(k):
+        now = evals[k][0]
+        begun = max(s for s in (0, 60, SWITCH, BACK) if s < now)
+        best = min(evals[:k], key=lambda e: e[2])[0]
+        return min(difference(now, before)[1] for before in (0, begun, best))
+
+    typical = np.median([smallest_item(k) for k in range(max(1, len(evals) - 25), len(evals))])
+    best = min(evals[:-1], key=lambda e: e[2])[0]
+    measured, _, df, _ = slow_scatter(evals[:-1][-24:], typical, best)
     assert jitter == pytest.approx(measured, rel=1e-3)  # the record has six decimals of each loss
-    assert pair["df"] == round(min(nu, len(by_document) - 1), 1)
+    assert pair["df"] == round(min(df, num_documents - 1), 1)
     assert pair["t"] == pytest.approx((delta - 0.01) / pair["sem"], rel=1e-9)
 
 

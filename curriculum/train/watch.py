@@ -228,7 +228,7 @@ class Watch:
         if new:
             rises = {record_name(name): float(c.detectable) for name, c in new.items()}
             shown = ", ".join(largest(rises, lambda name: f"{name} {smallest_rise(rises[name])}", MOST_NAMED))
-            scattered = any(c.jitter_B[BEST] > c.sem_item_B[BEST] for c in new.values())
+            scattered = any(c.jitter > c.sem_item_B[BEST] for c in new.values())
             later = "; it shrinks as the losses become smoother" if scattered else ""
             notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}{later}")
         for name, c in new.items():
