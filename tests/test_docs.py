@@ -10,8 +10,9 @@ from curriculum.config import build_config
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import PRESETS
 from curriculum.parsing.yaml12 import read_yaml
-from curriculum.record.events import STAMPS
+from curriculum.record.events import STAMPS, eval_key
 from curriculum.train.trainer import train
+from evalsets.summary import RECORDED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -119,8 +120,8 @@ def test_what_a_run_writes_is_told(tmp_path):
     assert {e["event"] for e in events} >= told.keys() - rare
     for event in events:
         fields = event.keys() - STAMPS
-        known = told[event["event"]] | {f"eval_law{metric}" for metric in ("", "_bpb", "_sem")}
-        assert fields <= known, (event["event"], fields - known)
+        known = told[event["event"]] | {eval_key("law", metric) for metric in RECORDED}
+        assert fields <= known, (event["event"], fields - known, "tell them in docs/run_directory.md")
         for offender in event.get("offenders", ()):
             assert offender.keys() - {"set", "baseline", "step"} <= told["eval_regression"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

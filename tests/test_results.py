@@ -2,7 +2,7 @@
 
 import json
 import signal
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -134,14 +134,8 @@ def test_an_eval_from_before_there_was_a_metric_is_read_without_it(tmp_path, mon
     before = WindowResults(*(np.arange(start, start + 3) for start in range(len(WindowResults._fields))))
     write_results(path, {"primary": before}, {})
 
-    class Later(NamedTuple):
-        nats_N: np.ndarray
-        correct_N: np.ndarray
-        tokens_N: np.ndarray
-        bytes_N: np.ndarray
-        document_N: np.ndarray
-        calibration_N: np.ndarray | None = None
-
+    fields, defaults = WindowResults._fields, WindowResults._field_defaults.values()
+    Later = namedtuple("Later", [*fields, "calibration_N"], defaults=[*defaults, None])
     monkeypatch.setattr(windows, "WindowResults", Later)
     (found,) = read_results(path).values()
     assert found.calibration_N is None and np.array_equal(found[:-1], before)

@@ -29,8 +29,11 @@ from curriculum.errors import InputError, readable
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 KEY_NAME = "key"
-FORMAT_VERSION = 3  # raise it also if source files are read differently: else existing stores are reused
-OPENED_VERSION = 4  # the same format, and each document begins with a bos that is not end-of-text
+# Of the files of a store; the second if each document begins with a bos that is not end-of-text. For another format
+# raise both, past each other. If source files are read differently, add to `_reading` in `prepare.py` instead: else
+# the stores of before are reused.
+FORMAT_VERSION = 3
+OPENED_VERSION = 4
 SCORED_DTYPE = np.dtype("u1")
 DAMAGED = "delete the folder, and it is prepared again"
 

@@ -90,6 +90,8 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
         return [], None
     if action == "stop":
         return [], "the run stops here"
+    if action != "replay":
+        raise ValueError(f"no such action: {action!r}")
     if done in course.phase_ends:
         return [], "no share is raised: the phase is over"
     return _replay(run, done, evaluated)

@@ -155,11 +155,13 @@ class Rule(NamedTuple):
       `optim`. `mask=matrices` selects the arrays to decay.
     moments: float32 numbers of its state per parameter, for the memory estimate; None: not known.
     reads: the keys of `optim` that it reads and some other rule does not; None: not known.
+    layout: the settings, besides the name, that determine which arrays its state has.
     """
 
     make: Callable[[OptimConfig], optax.GradientTransformation]
     moments: float | None = None
     reads: tuple[str, ...] | None = None
+    layout: tuple[str, ...] = ()
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
@@ -261,12 +263,12 @@ def sophia(config: OptimConfig) -> optax.GradientTransformation:
     )
 
 
-# To add an optimizer, write a function of OptimConfig and add a line here. To only try one, from Python:
-# OPTIMIZERS["mine"] = Rule(mine).
+# To add an optimizer, write a function of OptimConfig and add a line here. Settings of its own are a dataclass, a field
+# of OptimConfig, and their ranges in _RANGES. To only try one, from Python: OPTIMIZERS["mine"] = Rule(mine).
 OPTIMIZERS = {
     "adamw": Rule(adamw, moments=2, reads=("b1", "b2", "eps", "adam")),
     "lion": Rule(lion, moments=1, reads=("lion",)),
-    "muon": Rule(muon, moments=1, reads=("muon",)),
+    "muon": Rule(muon, moments=1, reads=("muon",), layout=("muon.rest", "muon.allow_all_2d", "muon.allow_tied_embed")),
     "sophia": Rule(sophia, moments=2, reads=("sophia",)),
 }
 _SHIPPED = dict(OPTIMIZERS)
@@ -314,5 +316,4 @@ def muon_partition(params: Any, config: MuonConfig) -> Any:
 
 def state_layout(config: OptimConfig) -> dict[str, Any]:
     """The settings that determine which arrays the optimizer's state has; the ledger keeps them."""
-    names = ("name", "muon.rest", "muon.allow_all_2d", "muon.allow_tied_embed")
-    return {name: attrgetter(name)(config) for name in (names if config.name == "muon" else names[:1])}
+    return {name: attrgetter(name)(config) for name in ("name", *OPTIMIZERS[config.name].layout)}

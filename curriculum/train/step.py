@@ -54,7 +54,7 @@ class TrainState(NamedTuple):
 class UpdateKnobs(NamedTuple):
     """What an update is given beside its state and batch: values, so that none of them compiles anything.
 
-    The defaults have the types that updates are compiled for.
+    The fields are in the order of `train_step`'s arguments. The defaults have the types that updates are compiled for.
     """
 
     lr: np.float32 = np.float32(0)
