@@ -21,8 +21,10 @@ class LrSchedule:
 
     lr: float = 6e-4
     """Peak learning rate."""
-    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    """After warm-up: wsd holds the peak and decays over the last `decay_steps`; cosine and linear decay all the way."""
+    schedule: Literal["wsd", "cosine", "linear", "inverse_sqrt", "constant"] = "wsd"
+    """After warm-up: wsd holds the peak and decays over the last `decay_steps`; cosine and linear decay all the way;
+    inverse_sqrt gives update n, from 1, the rate lr * sqrt(warmup_steps / n), whatever the run's length.
+    """
     warmup_steps: int | str = 0
     """Updates of linear warm-up, or a share of the run such as `2%`; update 0 already has lr / warmup_steps."""
     decay_steps: int | str = 0
@@ -30,7 +32,7 @@ class LrSchedule:
     decay_shape: Shape = "linear"
     """Shape of the decay of `wsd`."""
     min_lr_ratio: float = 0.1
-    """Rate of the last update, as a fraction of the peak (not for `constant`)."""
+    """Rate of the last update, as a fraction of the peak (not for `constant` and `inverse_sqrt`)."""
     allow_jump: bool = False
     """Allow changes by more than 2x between updates outside warm-up, decays and re-warming of 2 updates or more."""
     scale_lr_by_batch: Literal["sqrt"] | None = None
@@ -59,12 +61,13 @@ class LrProgram:
 class LrPiece:
     """From update `start` on, the rate moves from `first` to `last` within `steps` updates, and then stays.
 
-    A piece holds until the next one starts. Its k-th update (from 1) has moved k / steps of the way.
+    A piece holds until the next one starts. Its k-th update (from 1) has moved k / steps of the way; with inverse_sqrt
+    it is 1 / rate^2 that moves, linearly.
     """
 
     start: int
     steps: int
-    shape: Shape
+    shape: Shape | Literal["inverse_sqrt"]
     first: float
     last: float
     warmup: bool = False
@@ -84,8 +87,12 @@ def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
     rates = np.empty(steps.shape, np.float64)
     for i, piece in enumerate(pieces):
         here = index == i
-        moved = shaped(np.minimum((steps[here] - piece.start + 1) / piece.steps, 1.0), piece.shape)
-        rates[here] = np.where(moved == 1.0, piece.last, piece.first + (piece.last - piece.first) * moved)
+        done = np.minimum((steps[here] - piece.start + 1) / piece.steps, 1.0)
+        if piece.shape == "inverse_sqrt":
+            between = piece.first / np.sqrt(1 + done * ((piece.first / piece.last) ** 2 - 1))
+        else:
+            between = piece.first + (piece.last - piece.first) * shaped(done, piece.shape)
+        rates[here] = np.where(done == 1.0, piece.last, between)
     return rates
 
 
@@ -156,7 +163,8 @@ def lr_pieces(
             hold(start, rate)
         if decay_start < math.inf:
             start = max(start, int(decay_start))
-            pieces.append(LrPiece(start, total - start, decay_shape, rate, min(floor, rate)))
+            last = rate * math.sqrt(start / total) if decay_shape == "inverse_sqrt" else min(floor, rate)
+            pieces.append(LrPiece(start, total - start, decay_shape, rate, last))
 
     if spans[0].program is None:
         if warmup_steps:

@@ -43,9 +43,12 @@ def with_rates(
     """The segments with their `lr` and `lr_scale`, and warnings about settings that do nothing.
 
     The first `num_past` segments have theirs already and keep them. `numbers` are those of the curriculum. Raises
-    ScheduleError if the rate jumps, unless `allow_jump` is set.
+    ScheduleError if the rate jumps, unless `allow_jump` is set, and for inverse_sqrt without a warm-up.
     """
     lr, past = curriculum.lr, segments[:num_past]
+    if lr.schedule == "inverse_sqrt" and not numbers.warmup_steps:
+        message = "got none, expected at least one: optim.schedule inverse_sqrt is lr * sqrt(warmup_steps / update)"
+        raise ScheduleError([("optim.warmup_steps", message)])
     ahead = [replace(s, lr_scale=lr_scale(lr, s.batch_size, curriculum.batch_size)) for s in segments[num_past:]]
     segments = [*past, *ahead]
     declared = {d.phase.name: d for d in numbers.phases}

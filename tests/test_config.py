@@ -93,7 +93,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("lr: 6e-4", "lr: 1e39", "c.yaml:12:9: optim.lr: got 1e+39, expected a positive learning rate from 1e-30 to 3.4e+38"),
         ("lr: 6e-4", "lr: 1e-60", "c.yaml:12:9: optim.lr: got 1e-60, expected a positive learning rate from 1e-30"),
         ("lr: 6e-4", "b2: 1.0", "c.yaml:12:9: optim.b2: got 1.0, expected 0 to 0.9999999"),
-        ("lr: 6e-4", "schedule: wds", "optim.schedule: got \"wds\", expected 'wsd', 'cosine', 'linear' or 'constant' (did"),
+        ("lr: 6e-4", "schedule: wds", "optim.schedule: got \"wds\", expected 'wsd', 'cosine', 'linear', 'inverse_sqrt' or 'constant' (did"),
         ("law: 0.5", "lwa: 0.5", "c.yaml:7:47: phases[1].mixture.lwa: no such source; did you mean 'law'?"),
         ("law: 0.5", "law: x", 'c.yaml:7:47: phases[1].mixture.law: got "x", expected a number'),
         ("name: b", "name: a", "c.yaml:7:6: phases[1].name: 'a' is already the name of phases[0]"),

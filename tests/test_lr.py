@@ -35,6 +35,15 @@ def test_linear_and_constant():
     assert np.allclose(constant, [0.5, 1, 1, 1])
 
 
+@pytest.mark.parametrize("total", [10, 17])
+def test_inverse_sqrt_whatever_the_length(total):
+    got, _ = rates(LrSchedule(lr=2.0, schedule="inverse_sqrt"), [(0, total, None)], warmup=4)
+    assert np.allclose(got, [0.5, 1, 1.5, 2, *(2 * math.sqrt(4 / n) for n in range(5, total + 1))])
+    phases = [(0, 6, None), (6, 8, LrProgram(peak=1.0)), (8, total, None)]
+    after, _ = rates(LrSchedule(lr=2.0, schedule="inverse_sqrt"), phases, warmup=4)
+    assert np.allclose(after[6:], [1, 1, *(math.sqrt(8 / n) for n in range(9, total + 1))])
+
+
 def test_one_minus_sqrt():
     schedule = LrSchedule(lr=1.0, decay_shape="1-sqrt", min_lr_ratio=0.0)
     got, _ = rates(schedule, [(0, 4, None)], decay=4)
@@ -94,7 +103,7 @@ def test_bad_numbers_are_named():
     assert check_rates(LrSchedule()) == []
 
 
-@pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "inverse_sqrt", "constant"])
 def test_every_schedule_is_positive_and_never_above_the_peak(schedule):
     got, _ = rates(LrSchedule(lr=1.0, schedule=schedule), [(0, 200, None)], 20, 50 if schedule == "wsd" else 0)
     assert len(got) == 200 and (got > 0).all() and (got <= 1.0 + 1e-12).all()

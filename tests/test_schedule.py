@@ -355,6 +355,14 @@ def test_a_warmup_that_is_none_is_none_that_does_nothing():
     assert resolved(Phase("a", "end", {"web": 1}, lr=LrProgram(peak=1e-3))).warnings == ()
 
 
+def test_inverse_sqrt_needs_a_warmup():
+    phases = (Phase("a", 40, {"web": 1.0}), Phase("b", "end", {"web": 1.0}))
+    with pytest.raises(ScheduleError, match="optim.warmup_steps: got none, expected at least one"):
+        resolved(*phases, lr=LrSchedule(schedule="inverse_sqrt"))
+    rates = resolved(*phases, lr=LrSchedule(lr=1.0, schedule="inverse_sqrt", warmup_steps=4)).rates([3, 15, 63])
+    assert rates == pytest.approx([1, 0.5, 0.25])
+
+
 def test_rates_that_do_nothing_are_warnings():
     web = {"web": 1.0}
     one = (Phase("a", "end", web),)

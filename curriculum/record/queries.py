@@ -145,7 +145,7 @@ def longer_from(plan: Mapping[str, Any], steps: Iterable[int]) -> int | None:
     After the decay, going on would make the learning rate jump up again.
     """
     last = plan["learning_rate"][-1]["piece"]
-    falls = last["last"] < last["first"]
+    falls = last["last"] < last["first"] and last.get("shape") != "inverse_sqrt"  # which goes on as it was
     return max((step for step in steps if not falls or step <= last["start"]), default=None)
 
 
