@@ -104,8 +104,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         warnings=(
             *_overlap_warnings(dropped),
             *size_warnings(config, evalsets),
-            *_empty_warnings(stores),
-            *_file_warnings(config),
+            *_text_warnings(config, stores),
         ),
     )
 
@@ -221,7 +220,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + _empty_warnings(stores) + _file_warnings(config)
+    warnings = _overlap_warnings(dropped) + _text_warnings(config, stores)
     if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -326,13 +325,10 @@ def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ..
     )
 
 
-def _empty_warnings(stores: Stores) -> tuple[str, ...]:
-    return empty_warnings(_called(stores.sources, stores.evalsets))
-
-
-def _file_warnings(config: Config) -> tuple[str, ...]:
+def _text_warnings(config: Config, stores: Stores) -> tuple[str, ...]:
     texts = _called(config.sources, own_sources(config))
-    return file_warnings({place: source for place, source in texts.items() if not source.is_missing})
+    there = {place: source for place, source in texts.items() if not source.is_missing}
+    return empty_warnings(_called(stores.sources, stores.evalsets)) + file_warnings(there)
 
 
 def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:
