@@ -20,11 +20,15 @@ from evalsets.evalset import PRIMARY
 
 
 class Stores(NamedTuple):
-    """Open stores of a config. `splits` parts each source's text into training and held out, whatever the eval sets."""
+    """Open stores of a config. `splits` parts each source's text into training and held out, whatever the eval sets.
+
+    `texts`: for each eval set the store that its documents are in, and the split that holds them out of it.
+    """
 
     sources: dict[str, Store]
     evalsets: dict[str, Store]  # of the sets that have text of their own
     splits: dict[str, Split]
+    texts: dict[str, tuple[Store, Split]]
 
 
 def own_sources(config: Config) -> dict[str, SourceConfig]:
@@ -81,7 +85,13 @@ def split_stores(config: Config, tokenizer: Tokenizer, sources: dict[str, Store]
             splits[name] = split_store(store, tokenizer, share, config.eval_seq_len if share else 1)
         except ValueError as error:
             raise config.error([(f"sources.{name}.held_out", str(error))]) from None
-    return Stores(sources, evalsets, splits)
+    texts = {}
+    for name, evalset in config.eval_sources.items():
+        if evalset.held_out_of in sources:
+            texts[name] = sources[evalset.held_out_of], splits[evalset.held_out_of]
+        elif name in evalsets:  # all of it is held out
+            texts[name] = evalsets[name], Split(np.zeros(evalsets[name].facts.num_documents, bool))
+    return Stores(sources, evalsets, splits, texts)
 
 
 def divided_document(stores: Stores, source: str) -> tuple[np.ndarray, int] | None:
@@ -96,13 +106,13 @@ def drop_evals(
     """(the split left for training, the number of documents dropped for each eval set), both by source."""
     hashes = {name: store.documents["hash"] for name, store in stores.evalsets.items()}
     divided = {}  # by eval set, the hash of the whole document whose tail it measures
-    for name, source in config.eval_sources.items():
-        if source.held_out_of in stores.sources:
-            store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
-            hashes[name] = store.documents["hash"][split.held_out]
-            if (piece := held_out_piece(store, tokenizer, split)) is not None:
-                hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
-                divided[name], _ = divided_document(stores, source.held_out_of)
+    for name, (store, split) in stores.texts.items():
+        if name in stores.evalsets:
+            continue
+        hashes[name] = store.documents["hash"][split.held_out]
+        if (piece := held_out_piece(store, tokenizer, split)) is not None:
+            hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
+            divided[name], _ = divided_document(stores, config.eval_sources[name].held_out_of)
     kept, dropped = {}, {}
     for name, store in stores.sources.items():
         # A source trains on the head of its own divided document; other sources must not have that document.

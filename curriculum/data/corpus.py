@@ -30,7 +30,6 @@ from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
-from curriculum.schema.sections import EvalSource
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens
 
@@ -138,11 +137,7 @@ def load_evalsets(
 def find_evalsets(config: Config, store_dir: str | Path, tokenizer: Tokenizer) -> dict[str, EvalSet]:
     """The eval sets whose text is prepared already, as `load_corpus` gives them. Raises InputError."""
     stores = find_stores(config, tokenizer, store_dir)
-    return {
-        name: _evalset(config, name, tokenizer, stores)
-        for name, source in config.eval_sources.items()
-        if name in stores.evalsets or source.held_out_of in stores.sources
-    }
+    return {name: _evalset(config, name, tokenizer, stores) for name in stores.texts}
 
 
 def find_trained_on(
@@ -164,10 +159,9 @@ def find_trained_on(
     stores = find_stores(config, tokenizer, store_dir)
     found = {}
     for name in names:
-        evalset = config.eval_sources[name]
-        if name not in stores.evalsets and evalset.held_out_of not in stores.sources:
+        if name not in stores.texts:
             continue
-        store, split = _text_of(evalset, name, stores)
+        evalset, (store, split) = config.eval_sources[name], stores.texts[name]
         own = store.documents["hash"][split.held_out]
         tail = None if split.cut is None else divided_document(stores, evalset.held_out_of)
         if evalset.max_sequences is not None:
@@ -212,7 +206,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
     `tokenizer` replaces the config's.
     """
     tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
-    stores = find_stores(config, tokenizer, store_dir) if tokenizer else Stores({}, {}, {})
+    stores = find_stores(config, tokenizer, store_dir) if tokenizer else Stores({}, {}, {}, {})
     kept, dropped = drop_evals(config, tokenizer, stores)
     details = {}
     for name, store in stores.sources.items():
@@ -235,28 +229,17 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
 
 
 def _evalset_tokens(config: Config, name: str, stores: Stores) -> int | None:
-    source = config.eval_sources[name]
-    if source.held_out_of in stores.sources:
-        store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
-        num_tokens = store.facts.num_tokens - len(store.view(split.keep_N, split.cut))
-    elif name in stores.evalsets:
-        num_tokens = stores.evalsets[name].facts.num_tokens
-    else:
+    if name not in stores.texts:
         return None
+    source, (store, split) = config.eval_sources[name], stores.texts[name]
+    num_tokens = store.facts.num_tokens
+    if source.held_out_of is not None:
+        num_tokens -= len(store.view(split.keep_N, split.cut))
     return num_tokens if source.max_sequences is None else min(num_tokens, source.max_sequences * config.eval_seq_len)
 
 
-def _text_of(evalset: EvalSource, name: str, stores: Stores) -> tuple[Store, Split]:
-    """The store that an eval set's documents are in, and the split that holds them out of it."""
-    if evalset.held_out_of is not None:
-        return stores.sources[evalset.held_out_of], stores.splits[evalset.held_out_of]
-    store = stores.evalsets[name]
-    return store, Split(np.zeros(store.facts.num_documents, bool))  # all of it is held out
-
-
 def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) -> EvalSet:
-    source = config.eval_sources[name]
-    store, split = _text_of(source, name, stores)
+    source, (store, split) = config.eval_sources[name], stores.texts[name]
     if source.max_sequences is None:
         documents = list(eval_documents(store, tokenizer, split))
     else:
