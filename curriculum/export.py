@@ -15,6 +15,7 @@ import numpy as np
 from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.chat_template import opens_document, spells_special
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
+from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
 from curriculum.disk.scratch import clear_killed, scratch
@@ -24,6 +25,7 @@ from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG
 from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.peft import write_peft
 from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
 from curriculum.model.presets import ModelConfig
 from curriculum.record.events import EVENTS, read_events
@@ -119,6 +121,9 @@ def export(
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
                 _WRITERS[kind](folder, target, arrays, dtype, metadata)
+                if kind != "gguf":  # which holds it
+                    longest = target.config.max_seq_len
+                    write_hf_tokenizer(target.tokenizer, folder, model_max_length=longest, chat=target.chat)
                 described = _described(target, kind, dtype, step, weights, ledger, merge)
                 card = model_card(_with_record(directory), described)
                 (folder / "README.md").write_text(card, encoding="utf-8")
@@ -217,14 +222,11 @@ def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> C
 def _write_hf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
-
     tensors = hf_tensors(target.config, arrays)
     write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
     _write_json(folder / HF_CONFIG, target.hf_config)
     ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", ids)
-    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
 def _write_gguf(
@@ -249,12 +251,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _write_peft(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
-    from curriculum.model.formats.peft import write_peft
-
     rounded = dict(rounded_all(arrays.items(), dtype))
     write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype), metadata)
-    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
 def _described(
