@@ -35,28 +35,13 @@ CLASSES = {
 }
 # Defaults of each class for keys that config.json leaves out; a null counts as given.
 _COMMON = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "num_key_value_heads": None, "head_dim": None}
+_COMMON |= {"max_position_embeddings": 32_768, "rope_theta": 1e4, "sliding_window": None}
 _LEFT_OUT: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"max_position_embeddings": 2048, "rope_theta": 1e4},
-    "mistral": _COMMON
-    | {"max_position_embeddings": 131_072, "rope_theta": 1e4, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": _COMMON
-    | {"max_position_embeddings": 32_768, "rope_theta": 1e4, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": _COMMON
-    | {
-        "max_position_embeddings": 32_768,
-        "rope_theta": 1e4,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
-    "smollm3": _COMMON
-    | {
-        "max_position_embeddings": 32_768,
-        "rope_theta": 2e6,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "sliding_window": None,
-    },
+    "llama": _COMMON | {"max_position_embeddings": 2048},
+    "mistral": _COMMON | {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _COMMON | {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": _COMMON | {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "smollm3": _COMMON | {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
 }
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one formula
 _SILU = ("silu", "swish")
