@@ -56,21 +56,12 @@ class LoraConfig:
 class ModelConfig:
     """A decoder-only transformer: its architecture, which never changes within a run, and how it is computed.
 
-    `vocab_size` counts the rows of the embedding; those from `num_ids` on are padding, which is never predicted.
-    `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245). A head is `d_head` wide, by default
-    d_model / n_head. `d_ff` is the inner width of the feed-forward, the same for swiglu (three matrices) and gelu
-    (two). `max_seq_len` bounds the positions: learned positions are a table of that many, rope only observes the bound.
-    `bias` covers every linear layer and layernorm, `qkv_bias` those of query, key and value alone; rmsnorm has none.
-    `qk_norm` is an rmsnorm of each head's queries and keys. `rope_theta` and `rope_scaling` apply to rope only; with
-    `no_rope_every` = n, layers n, 2n, ... have no positions at all. A token attends to the last `sliding_window`
-    tokens, itself included. With `lora` some matrices have adapters, and only these are trained.
-
-    Parameters are always float32. `compute_dtype` is the type of matrix products and of the residual stream; norms,
-    softmax and loss are in float32 even if it is bfloat16. `dropout` is applied to the embedding and to what attention
-    and feed-forward add to the residual stream. `remat` is the part of a block that is recomputed in the backward pass:
-    nothing (none), all but the products with weights (dots), or everything (full). `attention` and `layers` name a
-    formulation of `curriculum.model.formulation`; auto is what suits the backend, deterministic the same but never
-    cuDNN's.
+    The fields are those of `ModelSection`, which describes them. `n_kv_head` below `n_head` is grouped-query attention
+    (arXiv:2305.13245). `d_ff` is the same for swiglu (three matrices) and gelu (two). Learned positions are a table of
+    `max_seq_len`; rope, to which alone `rope_theta` and `rope_scaling` apply, only observes that bound. rmsnorm has no
+    bias. With `no_rope_every` = n, layers n, 2n, ... have no positions at all. With `lora` some matrices have adapters,
+    and only these are trained. `attention` and `layers` name a formulation of `curriculum.model.formulation`; auto is
+    what suits the backend, deterministic the same but never cuDNN's.
     """
 
     vocab_size: int
