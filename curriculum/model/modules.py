@@ -67,10 +67,10 @@ class Transformer(nnx.Module):
             x_MD += table_TD[rows.positions_BT].reshape(B * T, -1) if apart else jnp.tile(table_TD, (B, 1))
         x_MD = _dropout(self.config, x_MD.astype(self.config.compute_dtype), rows, site=0)
         if cache is None and layers_of(self.config, backend()) == "scanned":
-            return self.norm(self._scanned(block_graph, blocks, x_MD, rows, B, placement)).reshape(B, T, -1), None
+            return self.norm(self._scanned(block_graph, blocks, x_MD, rows, placement)).reshape(B, T, -1), None
         extended = {}
         for layer, name in enumerate(sorted(blocks)):
-            run = partial(_run_block, block_graph, blocks[name], placement, rows, B, self.config.has_rope(layer))
+            run = partial(_run_block, block_graph, blocks[name], placement, rows, self.config.has_rope(layer))
             if self.config.remat != "none":
                 run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
             x_MD, extended[name] = run(x_MD, None if cache is None else cache[name], layer)
@@ -82,7 +82,6 @@ class Transformer(nnx.Module):
         blocks: dict[str, Any],
         x_MD: jax.Array,
         rows: Rows,
-        num_rows: int,
         placement: Placement,
     ) -> jax.Array:
         """All blocks, one after the other in a loop over their stacked arrays."""
@@ -97,20 +96,19 @@ class Transformer(nnx.Module):
 
         def run(x_MD, params_and_layer):
             params, layer = params_and_layer
-            return _run_block(block_graph, params, placement, rows, num_rows, has_rope, x_MD, None, layer)[0], None
+            return _run_block(block_graph, params, placement, rows, has_rope, x_MD, None, layer)[0], None
 
         if self.config.remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
         return jax.lax.scan(run, x_MD, (jax.tree.map(stacked, *params), jnp.arange(len(params))))[0]
 
 
-@partial(jax.jit, static_argnames=("graph", "placement", "num_rows", "has_rope"))
+@partial(jax.jit, static_argnames=("graph", "placement", "has_rope"))
 def _run_block(
     graph: nnx.GraphDef,
     params: dict[str, Any],
     placement: Placement,
     rows: Rows,
-    num_rows: int,
     has_rope: bool,
     x_MD: jax.Array,
     cache: tuple | None,
@@ -122,7 +120,7 @@ def _run_block(
     first, so that it makes the same program of them as of blocks that are written out.
     """
     block = nnx.merge(graph, placement.gather(params))
-    return block(x_MD, cache, layer, rows=rows, num_rows=num_rows, has_rope=has_rope, placement=placement)
+    return block(x_MD, cache, layer, rows=rows, has_rope=has_rope, placement=placement)
 
 
 class Rows(NamedTuple):
@@ -184,11 +182,10 @@ class Block(nnx.Module):
         layer: int | jax.Array,
         *,
         rows: Rows,
-        num_rows: int,
         has_rope: bool,
         placement: Placement,
     ) -> tuple[jax.Array, tuple | None]:
-        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope, placement)
+        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, has_rope, placement)
         x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
         return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2), cache
 
@@ -207,9 +204,10 @@ class Attention(nnx.Module):
         self.out = linear(config, "out", config.bias, rngs)
 
     def __call__(
-        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool, placement: Placement
+        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, has_rope: bool, placement: Placement
     ) -> tuple[jax.Array, tuple | None]:
-        B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
+        T, K = rows.visible_BTS.shape[1], self.config.head_width
+        B = x_MD.shape[0] // T
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
         linears = (self.query, self.key, self.value)
         joined = cache is None and qkv_of(self.config, backend(), heads_split=placement.heads_split) == "joined"
