@@ -168,21 +168,19 @@ def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _shapes_that_do_nothing(config: Config) -> list[str]:
+def _shapes_that_do_nothing(config: Config) -> Iterator[str]:
     """Warnings of shape settings that change nothing, or more than may be meant."""
-    warnings = []
     if config.optim.scale_lr_by_batch and not any(
         phase.batch_size not in (None, config.train.batch_size) for phase in config.phases
     ):
-        warnings.append("optim.scale_lr_by_batch does nothing: every phase has train.batch_size")
+        yield "optim.scale_lr_by_batch does nothing: every phase has train.batch_size"
     own = None if config.model is None else own_rope_theta(config.model)
     for before, after in pairwise(config.phases):
         if before.rope_theta not in (None, own) and after.rope_theta is None:
-            warnings.append(
+            yield (
                 f"phase {after.name} goes back from a rope_theta of {before.rope_theta:g} to the model's own; to keep "
                 f"it, give the phase rope_theta: {before.rope_theta:g}"
             )
-    return warnings
 
 
 def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None) -> Iterator[str]:
@@ -233,13 +231,12 @@ def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
             )
 
 
-def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A warning for each phase with conversations whose updates have few scored targets.
 
     `details` are those of a corpus. In plain text every slot that holds text counts as scored; in a source that is not
     prepared, every slot does.
     """
-    warnings = []
     for phase, _, end in schedule.phase_bounds:
         segment = schedule.segment_at(end - 1)  # the newest, where the phase was edited on its way
         shares, tokens_per_step = segment.mean_mixture(), segment.batch_size * segment.seq_len
@@ -249,11 +246,10 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
         }
         expected = tokens_per_step * sum(share * of_slots[name] for name, share in shares.items())
         if expected < FEW_SCORED_TARGETS and any("scored_share" in details.get(name, {}) for name in shares):
-            warnings.append(
+            yield (
                 f"updates of phase {phase} have about {expected:.1f} scored targets each, in {tokens_per_step:,} slots;"
                 " an update without any is skipped; raise its batch_size or seq_len"
             )
-    return warnings
 
 
 def _left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -273,33 +269,31 @@ def _left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iter
             )
 
 
-def _unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
+def _unsplit_vocabulary(config: Config, model: ModelConfig) -> Iterator[str]:
     """A warning if `mesh.tensor` does not divide the vocabulary."""
     tensor, rows = config.mesh.tensor, model.vocab_size
     if tensor < 2 or rows % tensor == 0:
-        return []
+        return
     multiple = math.lcm(tensor, BY_BACKEND["gpu"].head_rows)
     matrices = "embedding" if model.tie_embeddings else "embedding and of the head"
-    return [
+    yield (
         f"mesh.tensor {tensor} does not divide the {rows:,} rows of the {matrices}: every device keeps all of them "
         f"and computes all logits; model.vocab_size: {-(-rows // multiple) * multiple} adds rows that are never "
         "predicted, so that they are split"
-    ]
+    )
 
 
-def _unread(config: Config, schedule: Schedule) -> list[str]:
+def _unread(config: Config, schedule: Schedule) -> Iterator[str]:
     """A warning for each replayed source that every phase names itself, and each source neither read nor measured."""
-    warnings = []
     for name in config.adaptation.replay:
         if all(name in phase.mixture for phase in config.phases):
-            warnings.append(f"adaptation.replay.{name} has no effect: the mixture of every phase names {name} itself")
+            yield f"adaptation.replay.{name} has no effect: the mixture of every phase names {name} itself"
     measured = {source.held_out_of for source in config.eval_sources.values()}
     shared = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
     shared |= {name for phase in config.phases for name, share in phase.mixture.items() if share > 0}
     for name, cursor in schedule.cursors_at(schedule.total_steps).items():
         if cursor == 0 and name not in measured | shared:
-            warnings.append(
+            yield (
                 f"source {name} is never read: no phase gives it a share, and no eval set is held out of it; give it "
                 f"one in a phase's mixture, or in all phases with adaptation.replay.{name}"
             )
-    return warnings
