@@ -39,11 +39,10 @@ def _part(tree: Params, wanted: Callable[[str], bool]) -> Params:
 
 def joined(frozen: Params, adapters: Params) -> Params:
     """The parameters that `frozen_of` and `adapters_of` took apart."""
-    both = {name: frozen.get(name, adapters.get(name)) for name in (*frozen, *adapters)}
-    return {
-        name: joined(frozen[name], adapters[name]) if name in frozen and name in adapters else value
-        for name, value in both.items()
-    }
+    both = dict(frozen)
+    for name, value in adapters.items():
+        both[name] = joined(both[name], value) if name in both else value
+    return both
 
 
 def merged(params_by_name: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
