@@ -137,7 +137,7 @@ def _measured_before(comparison: ComparedRuns) -> Iterator[str]:
             if m.run == base and m.step < step
         ]
         begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
-        if late and begun:
+        if late:
             runs = listed(begun)
             yield (
                 f"{base} last measured {listed(late)}, before its step {step:,}, where {runs} began: what it learned "

@@ -40,8 +40,7 @@ def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[
     marks: dict[str, list[Mark]] = {name: [] for name in points}
     for event in run.events:
         if event["event"] == "eval_regression":
-            new = {o["set"] for o in event["offenders"] if o["first_step"] == event["step"]}
-            found = [("regressed", name) for name in sorted(new)]
+            found = [("regressed", name) for name in sorted({o["set"] for o in new_offenders(event)[0]})]
         elif event["event"] == "eval_recovered":
             found = [("recovered", name) for name in sorted({o["set"] for o in event["offenders"]})]
         else:
