@@ -120,7 +120,7 @@ def write_gguf(
         if factors is not None:
             writer.write_tensor_data(factors)
         for tensor in tensors:
-            found = _value(tensor, architecture, config, arrays, num_rows)
+            found = _value(tensor, architecture, config, arrays)
             writer.write_tensor_data(_stored(tensor, found, types[tensor.name], dtype))
     finally:
         writer.close()
@@ -207,21 +207,20 @@ def _layout(architecture: str, arrays: Mapping[str, np.ndarray], num_rows: int) 
         yield _Tensor(f"{layer}{_PARTS[part]}.{_LEAVES[leaf]}", shape, (source,))
 
 
-def _value(tensor: _Tensor, architecture: str, config: ModelConfig, arrays, num_rows: int) -> np.ndarray:
+def _value(tensor: _Tensor, architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The float32 content of a tensor."""
     found = []
     for source in tensor.sources:
         array = np.asarray(arrays[source], np.float32)
         array = array.T if source.endswith(".kernel") else array
-        if tensor.name in ("token_embd.weight", "output.weight"):
-            array = array[:num_rows]
         # Rope in these two rotates neighbouring pairs; ours pairs the first half of a head with its second.
         if architecture in ("llama", "smollm3") and ".attention.query." in source:
             array = _interleaved(array, config.n_head)
         if architecture in ("llama", "smollm3") and ".attention.key." in source:
             array = _interleaved(array, config.n_kv_head)
         found.append(array)
-    return np.ascontiguousarray(found[0] if len(found) == 1 else np.concatenate(found))
+    whole = found[0] if len(found) == 1 else np.concatenate(found)
+    return np.ascontiguousarray(whole[: tensor.shape[0]])  # without the rows that pad the vocabulary
 
 
 def _interleaved(array: np.ndarray, num_heads: int) -> np.ndarray:
