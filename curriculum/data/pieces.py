@@ -74,7 +74,8 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
             if suffix in JSON_LINES:
                 yield from _json_lines(file, source, chat)
             elif suffix in COLUMNAR:
-                yield from _columnar_rows(file, COLUMNAR[suffix], source, chat)
+                with open_table(file.path, COLUMNAR[suffix], source.keys) as (names, batches):
+                    yield from _rows_of(names, batches, source, chat, file.path)
             else:
                 yield from _plain_text(file)
         except OSError as error:
@@ -216,11 +217,6 @@ def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
 # Made once: making a decoder costs as much as decoding a row. Numbers are parsed as float, since no document is a
 # number and int refuses one of 4,301 digits.
 _ROW = json.JSONDecoder(object_pairs_hook=_row_of, parse_int=float)
-
-
-def _columnar_rows(file: SourceFile, kind: str, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
-    with open_table(file.path, kind, source.keys) as (names, batches):
-        yield from _rows_of(names, batches, source, chat, file.path)
 
 
 def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
