@@ -262,12 +262,7 @@ def _write(directory: Path, document_tokens_N: np.ndarray, block_tokens: int, op
 
 
 def _open(directory: Path) -> tuple[PackingFacts, np.ndarray, np.ndarray]:
-    path = directory / SIDECAR_NAME
-    facts = read_sidecar(path, PackingFacts, DAMAGED)
-    if facts.format_version != FORMAT_VERSION:
-        raise InputError(
-            f"{path}: format_version {facts.format_version}; this version reads {FORMAT_VERSION}; {DAMAGED}"
-        )
+    facts = read_sidecar(directory / SIDECAR_NAME, PackingFacts, DAMAGED, (FORMAT_VERSION,))
     pieces = _map_records(directory / PIECES_NAME, PIECE, facts.num_pieces)
     return facts, pieces, _map_records(directory / BINS_NAME, BIN, facts.num_bins)
 

@@ -20,10 +20,11 @@ def write_sidecar(path: Path, record: object) -> None:
     path.write_text(content, encoding="utf-8", errors="backslashreplace")
 
 
-def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
+def read_sidecar(path: Path, record_type: type[Record], remedy: str, versions: tuple[int, ...] = ()) -> Record:
     """Read what `write_sidecar` wrote; `remedy` ends the InputError raised if it is missing or damaged.
 
-    Keys at the top that the record does not have are passed over: those of another version.
+    It is raised too if `versions` are given and `format_version` is none of them. Keys at the top that the record does
+    not have are passed over: those of another version.
     """
     try:
         content = path.read_bytes()
@@ -39,6 +40,9 @@ def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
     if problems:
         place, message = problems[0]
         raise InputError(f"{path}: {place + ': ' if place else ''}{message}; {remedy}")
+    if versions and record.format_version not in versions:
+        reads = " and ".join(map(str, versions))
+        raise InputError(f"{path}: format_version {record.format_version}; this version reads {reads}; {remedy}")
     return record
 
 

@@ -220,12 +220,7 @@ def open_store(directory: str | Path, key: str | None = None) -> Store:
     """
     directory = Path(directory)
     path = directory / SIDECAR_NAME
-    facts = read_sidecar(path, StoreFacts, DAMAGED)
-    if facts.format_version not in (FORMAT_VERSION, OPENED_VERSION):
-        raise InputError(
-            f"{path}: format_version {facts.format_version}; this version reads {FORMAT_VERSION} and {OPENED_VERSION};"
-            f" {DAMAGED}"
-        )
+    facts = read_sidecar(path, StoreFacts, DAMAGED, (FORMAT_VERSION, OPENED_VERSION))
     if min(facts.num_documents, facts.num_tokens) < 1 or any(shard.num_tokens < 1 for shard in facts.shards):
         raise InputError(f"{path}: a count is below 1; {DAMAGED}")
     if sum(shard.num_tokens for shard in facts.shards) != facts.num_tokens:
