@@ -61,14 +61,11 @@ def legend(colors: dict[str, str]) -> Markup:
 
 def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Markup:
     """The few numbers that matter most, as (name, value, small text below it)."""
-    return tag(
-        "dl",
-        *(
-            tag("div", tag("dt", name), tag("dd", value, tag("small", below) if below else ""))
-            for name, value, below in pairs
-        ),
-        class_="tiles",
+    entries = (
+        tag("div", tag("dt", name), tag("dd", value, tag("small", below) if below else ""))
+        for name, value, below in pairs
     )
+    return tag("dl", *entries, class_="tiles")
 
 
 def folded(summary: Any, *content: Any, open_: bool = False) -> Markup:

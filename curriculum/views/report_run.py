@@ -144,32 +144,20 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
     norms = [_float(row["grad_norm"]) for row in rows]
     norm_xs, (norms,), _ = figures.thinned(steps, norms, most=MAX_TRAINING_POINTS)
     skipped = rows[-1]["skipped_updates"]
-    mixture = _mixture_course(run, colors)
-    return [
-        legend({**colors, "all sources together": "#b6bcc4"}),
-        tag(
-            "div",
-            figure(
-                figures.mixture_chart(f"{label}: mixture", *mixture, colors, phases), "Mixture, share of the sequences"
-            ),
-            figure(
-                figures.line_chart(f"{label}: training loss by source", curves, phases),
-                Markup("Training loss by source ") + tag("small", smoothed),
-            ),
-            figure(
-                figures.line_chart(
-                    f"{label}: learning rate", [Curve("lr", PALETTE[0], rate_xs, rates)], phases, from_zero=True
-                ),
-                "Learning rate",
-            ),
-            figure(
-                figures.line_chart(f"{label}: gradient norm", [Curve("all", PALETTE[6], norm_xs, norms)], phases),
-                Markup("Gradient norm before clipping ")
-                + tag("small", f"{counted(skipped, 'update')} skipped" if skipped else ""),
-            ),
-            class_="panels",
-        ),
-    ]
+    left_out = f"{counted(skipped, 'update')} skipped" if skipped else ""
+    mixture = figures.mixture_chart(f"{label}: mixture", *_mixture_course(run, colors), colors, phases)
+    lr, norm = Curve("lr", PALETTE[0], rate_xs, rates), Curve("all", PALETTE[6], norm_xs, norms)
+
+    def lines(what: str, curves: Sequence[Curve], caption: Any, **look: Any) -> Markup:
+        return figure(figures.line_chart(f"{label}: {what}", curves, phases, **look), caption)
+
+    panels = (
+        figure(mixture, "Mixture, share of the sequences"),
+        lines("training loss by source", curves, Markup("Training loss by source ") + tag("small", smoothed)),
+        lines("learning rate", [lr], "Learning rate", from_zero=True),
+        lines("gradient norm", [norm], Markup("Gradient norm before clipping ") + tag("small", left_out)),
+    )
+    return [legend({**colors, "all sources together": "#b6bcc4"}), tag("div", *panels, class_="panels")]
 
 
 def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], dict[str, list[float]]]:
