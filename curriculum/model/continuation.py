@@ -52,6 +52,7 @@ class NewText(NamedTuple):
     whole: Generation | None
 
 
+@dataclass(eq=False)
 class Continuation:
     """A continuation in progress; `whole` is None until it has ended.
 
@@ -59,18 +60,15 @@ class Continuation:
     first token. ends_as: its `finished` if it gets there.
     """
 
-    def __init__(
-        self,
-        index: int,
-        prompt: Prompt,
-        key: np.ndarray,
-        last: int,
-        ends_as: Literal["length", "max_seq_len"],
-        stop: tuple[str, ...],
-    ):
-        self.index, self.prompt, self.key, self.last = index, prompt, key, last
-        self.whole: Generation | None = None
-        self._ends_as, self._stop = ends_as, stop
+    index: int
+    prompt: Prompt
+    key: np.ndarray
+    last: int
+    ends_as: Literal["length", "max_seq_len"]
+    stop: tuple[str, ...]
+    whole: Generation | None = None
+
+    def __post_init__(self):
         self._ids: list[int] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text, self._num_shown = "", 0
@@ -80,7 +78,7 @@ class Continuation:
         for id_ in ids:
             if self.whole is None:
                 self._add(int(id_), tokenizer)
-        held = 0 if self.whole else max((_begun(self._text, stop) for stop in self._stop), default=0)
+        held = 0 if self.whole else max((_begun(self._text, stop) for stop in self.stop), default=0)
         shown = self._text[self._num_shown : len(self._text) - held]
         self._num_shown += len(shown)
         return NewText(self.index, shown, self.whole)
@@ -93,11 +91,11 @@ class Continuation:
         for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]), opens_document)):
             self._text += character
             # The stop string that is complete first ends the text, the longest of several, however tokens cut it.
-            if found := [stop for stop in self._stop if self._text.endswith(stop)]:
+            if found := [stop for stop in self.stop if self._text.endswith(stop)]:
                 self._text = self._text[: -max(map(len, found))]
                 return self._end("stop")
         if len(self.prompt.ids) + len(self._ids) > self.last:
-            self._end(self._ends_as)
+            self._end(self.ends_as)
 
     def _end(self, finished: Literal["stop", "length", "max_seq_len"]) -> None:
         self.whole = Generation(self.prompt.text, self._text, finished, len(self.prompt.ids), tuple(self._ids))
