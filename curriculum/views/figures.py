@@ -87,6 +87,11 @@ class Curve(NamedTuple):
     marks: Sequence[Mark] = ()
 
 
+def colors_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name, in turn."""
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+
+
 def eval_curve(label: str, color: str, points: Sequence[EvalPoint], x: str = "step", **more: Any) -> Curve:
     """A set's loss with its standard errors over `step` or `tokens`."""
     xs, ys = [getattr(p, x) for p in points], [p.loss for p in points]

@@ -23,7 +23,7 @@ from curriculum.record.wording import (
 )
 from curriculum.run import Run
 from curriculum.views import figures
-from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
+from curriculum.views.figures import Mark, Phase, eval_curve
 from curriculum.views.inspection_text import by_eval, offender_in
 from curriculum.views.page import MANY_PHASES, figure, folded, legend, note, table, table_of_phases, tag
 
@@ -68,7 +68,7 @@ def eval_figures(
     if not points:
         return [note("No eval yet.")]
     names = [name for name in points if "@" not in name]
-    colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    colors = figures.colors_of(names)
     has_marks = any(marks.values())
     keys = "Loss in nats per token. Bands: ± 1.96 standard errors over the choice of held-out text."
     if has_marks:

@@ -125,8 +125,7 @@ def _source_colors(run: Run) -> dict[str, str]:
     names = list(totals)
     if len(names) > MAX_SOURCES + 1:
         names = sorted(sorted(names, key=totals.__getitem__, reverse=True)[:MAX_SOURCES], key=list(totals).index)
-    colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-    return colors | ({"other": figures.OTHER} if len(names) < len(totals) else {})
+    return figures.colors_of(names) | ({"other": figures.OTHER} if len(names) < len(totals) else {})
 
 
 def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dict[str, str]) -> list[Markup]:

@@ -17,7 +17,7 @@ from curriculum.views.compare import ComparedRuns, compare_runs
 from curriculum.views.compare_text import COLUMNS, MOST_SENTENCES, measured, notes, which_evals
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
-from curriculum.views.figures import PALETTE, Curve, eval_curve
+from curriculum.views.figures import Curve, eval_curve
 from curriculum.views.inspection import inspect_run
 from curriculum.views.inspection_text import lineage_lines
 from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
@@ -35,7 +35,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
 
     A page with more than _MOST_WHOLE runs leaves out the reports of single runs.
     """
-    colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    colors = figures.colors_of(names)
     facts = [inspect_run(run) for run in runs]
     rows = []
     for name, f in zip(names, facts, strict=True):
