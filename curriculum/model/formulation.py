@@ -58,12 +58,10 @@ BY_BACKEND = {
     # 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x; recomputing logits in
     # the backward pass 1.3x.
     "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
-    # Run on an H200, where an update of 124M parameters takes 64 ms; chosen by what the compiler makes of it for an
-    # H100 (tools/check_gpu_program.py; docs/gpu.md has both). At the limits of its data sheet that takes 44 ms; 59 with
-    # scanned layers, as what each keeps for the backward pass is copied twice more; 93 with plain attention, which
-    # keeps its scores; and 49 with the loss of 512 tokens at a time, each chunk adding to the head's gradient. A branch
-    # would make the host wait for each update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a
-    # multiple of 16 bytes, as tensor cores want it.
+    # Chosen by what the compiler makes of it for an H100 (tools/check_gpu_program.py), and run on an H200; docs/gpu.md
+    # has the figures. What scanned layers keep for the backward pass is copied twice more; plain attention keeps its
+    # scores; and each chunk of the loss adds to the head's gradient. A branch would make the host wait for each update.
+    # head_rows: with GPT-2's 50,257 ids no row of logits would begin at a multiple of 16 bytes, as tensor cores want.
     "gpu": Formulation(
         attention="cudnn", qkv="apart", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128
     ),
