@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from curriculum.errors import InputError, shown
@@ -19,7 +19,7 @@ _WRITTEN_WITH_ROPE = (*_WRITTEN, "bias", "d_head", "qk_norm", "sliding_window")
 
 
 def hf_config_of(
-    config: ModelConfig, *, bos: int | None, eos: int | Sequence[int] | None, dtype: str = "float32"
+    config: ModelConfig, *, bos: int | None, eos: int | list[int] | None, dtype: str = "float32"
 ) -> dict[str, Any]:
     """config.json for the transformers class that computes this model. `dtype`: float32, float16 or bfloat16.
 
@@ -33,7 +33,7 @@ def hf_config_of(
         "vocab_size": config.num_ids or config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": bos,
-        "eos_token_id": eos if eos is None or isinstance(eos, int) else list(eos),
+        "eos_token_id": eos,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
