@@ -49,7 +49,7 @@ def hf_layout(config: ModelConfig) -> list[HfTensor]:
         tensors.append(HfTensor("transformer.wpe.weight", (config.max_seq_len, width), ("positions.embedding",)))
     for layer in range(config.n_layer):
         tensors += block(config, layer)
-    tensors += _norm(config, norm, "norm", width)
+    tensors += _norm(config, norm, "norm")
     if not config.tie_embeddings:
         tensors.append(HfTensor("lm_head.weight", (num_ids, width), ("head.kernel",), transposed=True))
     return tensors
@@ -57,52 +57,54 @@ def hf_layout(config: ModelConfig) -> list[HfTensor]:
 
 def _llama_block(config: ModelConfig, layer: int) -> Iterator[HfTensor]:
     theirs, ours = f"model.layers.{layer}", f"blocks.{layer:03}"
-    width, query, kv = config.d_model, config.n_head * config.head_width, config.n_kv_head * config.head_width
+    shapes = config.projections()
 
-    def linear(their_name: str, our_name: str, width_in: int, width_out: int, bias: bool) -> Iterator[HfTensor]:
-        names = f"{theirs}.{their_name}", f"{ours}.{our_name}"
-        yield HfTensor(f"{names[0]}.weight", (width_out, width_in), (f"{names[1]}.kernel",), transposed=True)
+    def linear(their_name: str, part: str, our_name: str, bias: bool) -> Iterator[HfTensor]:
+        names = f"{theirs}.{their_name}", f"{ours}.{part}.{our_name}"
+        inputs, outputs = shapes[our_name]
+        yield HfTensor(f"{names[0]}.weight", (outputs, inputs), (f"{names[1]}.kernel",), transposed=True)
         if bias:
-            yield HfTensor(f"{names[0]}.bias", (width_out,), (f"{names[1]}.bias",))
+            yield HfTensor(f"{names[0]}.bias", (outputs,), (f"{names[1]}.bias",))
 
     qkv_bias = config.bias or config.qkv_bias
-    yield from _norm(config, f"{theirs}.input_layernorm", f"{ours}.attention_norm", width)
-    yield from linear("self_attn.q_proj", "attention.query", width, query, qkv_bias)
-    yield from linear("self_attn.k_proj", "attention.key", width, kv, qkv_bias)
-    yield from linear("self_attn.v_proj", "attention.value", width, kv, qkv_bias)
-    yield from linear("self_attn.o_proj", "attention.out", query, width, config.bias)
+    yield from _norm(config, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
+    yield from linear("self_attn.q_proj", "attention", "query", qkv_bias)
+    yield from linear("self_attn.k_proj", "attention", "key", qkv_bias)
+    yield from linear("self_attn.v_proj", "attention", "value", qkv_bias)
+    yield from linear("self_attn.o_proj", "attention", "out", config.bias)
     if config.qk_norm:
         for their_name, our_name in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
             scale = f"{ours}.attention.{our_name}.scale"
             yield HfTensor(f"{theirs}.self_attn.{their_name}.weight", (config.head_width,), (scale,))
-    yield from _norm(config, f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", width)
-    yield from linear("mlp.gate_proj", "mlp.gate", width, config.d_ff, config.bias)
-    yield from linear("mlp.up_proj", "mlp.up", width, config.d_ff, config.bias)
-    yield from linear("mlp.down_proj", "mlp.down", config.d_ff, width, config.bias)
+    yield from _norm(config, f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
+    yield from linear("mlp.gate_proj", "mlp", "gate", config.bias)
+    yield from linear("mlp.up_proj", "mlp", "up", config.bias)
+    yield from linear("mlp.down_proj", "mlp", "down", config.bias)
 
 
 def _gpt2_block(config: ModelConfig, layer: int) -> Iterator[HfTensor]:
     """GPT-2's linear layers keep their weights as [in, out], as here; query, key and value are one tensor."""
     theirs, ours = f"transformer.h.{layer}", f"blocks.{layer:03}"
-    width = config.d_model
+    shapes = config.projections()
 
-    def linear(their_name: str, width_in: int, width_out: int, *our_names: str) -> Iterator[HfTensor]:
-        for what, name, shape in (("weight", "kernel", (width_in, width_out)), ("bias", "bias", (width_out,))):
-            parameters = tuple(f"{ours}.{our_name}.{name}" for our_name in our_names)
+    def linear(their_name: str, part: str, *our_names: str) -> Iterator[HfTensor]:
+        inputs, outputs = shapes[our_names[0]][0], sum(shapes[name][1] for name in our_names)
+        for what, leaf, shape in (("weight", "kernel", (inputs, outputs)), ("bias", "bias", (outputs,))):
+            parameters = tuple(f"{ours}.{part}.{name}.{leaf}" for name in our_names)
             yield HfTensor(f"{theirs}.{their_name}.{what}", shape, parameters)
 
-    yield from _norm(config, f"{theirs}.ln_1", f"{ours}.attention_norm", width)
-    yield from linear("attn.c_attn", width, 3 * width, "attention.query", "attention.key", "attention.value")
-    yield from linear("attn.c_proj", width, width, "attention.out")
-    yield from _norm(config, f"{theirs}.ln_2", f"{ours}.mlp_norm", width)
-    yield from linear("mlp.c_fc", width, config.d_ff, "mlp.up")
-    yield from linear("mlp.c_proj", config.d_ff, width, "mlp.down")
+    yield from _norm(config, f"{theirs}.ln_1", f"{ours}.attention_norm")
+    yield from linear("attn.c_attn", "attention", "query", "key", "value")
+    yield from linear("attn.c_proj", "attention", "out")
+    yield from _norm(config, f"{theirs}.ln_2", f"{ours}.mlp_norm")
+    yield from linear("mlp.c_fc", "mlp", "up")
+    yield from linear("mlp.c_proj", "mlp", "down")
 
 
-def _norm(config: ModelConfig, theirs: str, ours: str, width: int) -> Iterator[HfTensor]:
-    yield HfTensor(f"{theirs}.weight", (width,), (f"{ours}.scale",))
+def _norm(config: ModelConfig, theirs: str, ours: str) -> Iterator[HfTensor]:
+    yield HfTensor(f"{theirs}.weight", (config.d_model,), (f"{ours}.scale",))
     if config.norm_type == "layernorm":
-        yield HfTensor(f"{theirs}.bias", (width,), (f"{ours}.bias",))
+        yield HfTensor(f"{theirs}.bias", (config.d_model,), (f"{ours}.bias",))
 
 
 def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
