@@ -27,18 +27,11 @@ def num_adapters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
 
 def num_parameters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
     """Parameters of the model, tied embeddings counted once, adapters included."""
-    query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
-    d_model, d_ff, split = config.d_model, config.d_ff, {"fsdp": fsdp, "tensor": tensor}
-
-    qkv_bias = query_width + 2 * kv_width
-    mlp_bias = (2 if config.mlp_type == "swiglu" else 1) * d_ff + d_model
+    d_model, shapes, split = config.d_model, config.projections(), {"fsdp": fsdp, "tensor": tensor}
     norm = d_model * (2 if config.norm_type == "layernorm" and config.bias else 1)
-
     vectors = 2 * norm + (2 * config.head_width if config.qk_norm else 0)
-    if config.bias:
-        vectors += qkv_bias + d_model + mlp_bias
-    elif config.qkv_bias:
-        vectors += qkv_bias
+    biased = shapes if config.bias else ("query", "key", "value") if config.qkv_bias else ()
+    vectors += sum(shapes[name][1] for name in biased)
     embeddings = num_held("embed", "embedding", (config.vocab_size, d_model), **split)
     embeddings += 0 if config.tie_embeddings else num_head(config, **split)
     if config.pos_encoding == "learned":

@@ -198,9 +198,9 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     targets, rank = (model.lora.targets, model.lora.rank) if model.lora is not None else ((), 0)
     inner = rank * len(targets)
     if remat == "dots":
-        widths = 2 * model.d_model + query_width + 2 * kv_width + (2 if gated else 1) * model.d_ff
-        results = sum(model.projections()[name][1] for name in targets if name != "down")
-        return num_tokens * width_bytes * (widths + inner + results)
+        shapes = model.projections()
+        results = sum(shapes[name][1] for name in (*shapes, *targets) if name != "down")
+        return num_tokens * width_bytes * (model.d_model + results + inner)
 
     def is_kept(*readers: str) -> bool:
         return model.lora is None or not set(readers).isdisjoint(targets)
