@@ -59,17 +59,9 @@ def given_documents(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
     """
     if isinstance(documents, str):
         raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
-    if isinstance(documents, Mapping) or not _is_iterable(documents):
+    if isinstance(documents, Mapping) or not np.iterable(documents):
         raise InputError(f"documents: {type_name(documents)}; expected an iterable of documents, such as a list")
     return Documents(document_pieces(documents, chat), chat, "documents", None)
-
-
-def _is_iterable(value: object) -> bool:
-    try:
-        iter(value)  # also accepts a class with only __getitem__, which collections.abc.Iterable does not
-    except TypeError:
-        return False
-    return True
 
 
 def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, progress: Progress | None) -> None:
