@@ -19,7 +19,6 @@ from curriculum.data.sources import (
     JSON_LINES,
     SourceConfig,
     SourceFile,
-    compression_of,
     source_files,
     suffix_of,
 )
@@ -186,7 +185,7 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed if its name says that it is compressed."""
-    compression = compression_of(file.path)
+    compression = COMPRESSED.get(os.path.splitext(file.path.lower())[1])
     if compression is None:
         with open(file.path, "rb") as stream:
             yield stream

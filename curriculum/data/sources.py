@@ -113,11 +113,6 @@ def suffix_of(path: str) -> str:
     return os.path.splitext(rest)[1] + suffix if suffix in COMPRESSED else suffix
 
 
-def compression_of(path: str) -> str | None:
-    """How a file is compressed, by its name; None if that does not say so."""
-    return COMPRESSED.get(os.path.splitext(path.lower())[1])
-
-
 def source_files(source: SourceConfig) -> list[SourceFile]:
     """The files of a `path` source, sorted by relative path, from file-system metadata only.
 
