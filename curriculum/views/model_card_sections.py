@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,10 +87,9 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
         f"{total:,} tokens up to step {step:,}.",
         table_of(("phase", "steps", "mixture", "tokens read in it"), rows),
     ]
-    drawn: dict[str, int] = {}
+    drawn: Counter[str] = Counter()
     for row in read.values():
-        for name, num in row["tokens"].items():
-            drawn[name] = drawn.get(name, 0) + num
+        drawn.update(row["tokens"])
     # If the run was resumed at this very step, it may have read other text from there on.
     facts = source_facts(run.events) | source_facts(event for event in run.events if event["step"] < step)
     # A source that a resume dropped is in the config that the run began with, unless it was added in between.
@@ -98,7 +98,7 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
     rows = []
     for name in dict.fromkeys([*sources, *drawn]):
         source = sources.get(name) or begun_with.get(name)
-        its, num = facts.get(name, {}), drawn.get(name, 0)
+        its, num = facts.get(name, {}), drawn[name]
         epochs = epochs_text(num / its["tokens_per_epoch"]) if its.get("tokens_per_epoch") else "not known"
         sizes = (f"{its[key]:,}" if key in its else "not known" for key in ("documents", "tokens"))
         rows.append(

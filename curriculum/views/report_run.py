@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -115,13 +116,11 @@ def _warnings(run: Run) -> list[str]:
 
 def _source_colors(run: Run) -> dict[str, str]:
     """A colour for each source; of too many, those with the largest shares have one and the rest are `other`."""
-    totals: dict[str, float] = {}
+    totals: Counter[str] = Counter()
     for row in run.metrics:
-        for name, share in row["mixture"].items():
-            totals[name] = totals.get(name, 0.0) + share
+        totals.update(row["mixture"])
     for phase in run.plan["phases"]:
-        for name in phase["mixture"]:
-            totals.setdefault(name, 0.0)
+        totals.update(dict.fromkeys(phase["mixture"], 0))
     names = list(totals)
     if len(names) > MAX_SOURCES + 1:
         names = sorted(sorted(names, key=totals.__getitem__, reverse=True)[:MAX_SOURCES], key=list(totals).index)
