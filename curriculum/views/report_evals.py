@@ -178,7 +178,7 @@ def log(run: Run) -> Markup:
                     what, lines = "phase switch", [_after_colon(event)]
                 case other:
                     what = other
-            rows.append((f"{event['step']:,}", what, tag("td", *_broken(lines), class_="text")))
+            rows.append((f"{event['step']:,}", what, tag("td", Markup("<br>").join(lines), class_="text")))
     if not rows:
         return Markup("")
     header = ("step", "event", "details")
@@ -207,10 +207,6 @@ def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
 def _after_colon(event: Mapping[str, Any]) -> str:
     """The verdict of an event without its name and step, which have columns of their own."""
     return verdict(event).partition(": ")[2]
-
-
-def _broken(lines: Iterable[str]) -> Iterable[Markup]:
-    return (part for i, line in enumerate(lines) for part in ([Markup("<br>")] if i else []) + [escape(line)])
 
 
 def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list[Markup]:
