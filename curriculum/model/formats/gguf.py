@@ -10,7 +10,7 @@ import numpy as np
 
 from curriculum.data.tokenizers.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
 from curriculum.errors import InputError, shown
-from curriculum.model.formats.hf_config import shortest
+from curriculum.model.formats.hf_config import ALWAYS_WRITTEN, shortest
 from curriculum.model.formats.safetensors_writer import check_rounded
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import unscaled_share
@@ -45,13 +45,9 @@ _PARTS = {
 }
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 
-# Config fields that a file of any architecture records, or that do not affect it: rope, with learned positions. A field
-# that is not recorded must have its default.
-_WRITTEN = (
-    *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
-    *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "lora"),
-)
-_WRITTEN_OF = {  # likewise, for each architecture; gpt2's bias covers query, key and value
+# Config fields beside ALWAYS_WRITTEN that a file records, by architecture; gpt2's bias covers query, key and value. A
+# field that is not recorded must have its default.
+_WRITTEN_OF = {
     "gpt2": ("qkv_bias", "no_rope_every"),
     "llama": ("bias", "qkv_bias", "d_head"),
     "qwen2": ("qkv_bias",),
@@ -170,7 +166,7 @@ def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> 
     `wanted`: the fields that it fixes. Every other field that its file does not record must have its default.
     """
     config = shortest(config)
-    wanted = config.defaults_beside((*_WRITTEN, *_WRITTEN_OF[architecture])) | wanted
+    wanted = config.defaults_beside((*ALWAYS_WRITTEN, *_WRITTEN_OF[architecture])) | wanted
     found = {field: getattr(config, field) for field in wanted}
     if config.sliding_window is not None and config.sliding_window >= config.max_seq_len:
         found["sliding_window"] = None  # it never cuts anything off

@@ -43,6 +43,11 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "qwen3": _COMMON | {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "smollm3": _COMMON | {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
 }
+# Config fields that config.json and GGUF record of any model, or that do not affect it: rope with learned positions.
+ALWAYS_WRITTEN = (
+    *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
+    *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "lora"),
+)
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one formula
 _SILU = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")

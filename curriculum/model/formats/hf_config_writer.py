@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from curriculum.errors import InputError, shown
-from curriculum.model.formats.hf_config import CLASSES, shortest
+from curriculum.model.formats.hf_config import ALWAYS_WRITTEN, CLASSES, shortest
 from curriculum.model.presets import ModelConfig
 
-# Config fields that config.json and the tensors record, or that do not affect the model: rope with learned positions,
-# and qkv_bias with GPT-2's bias, which covers it. A field that is not recorded must have its default.
-_WRITTEN = (
-    *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
-    *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "no_rope_every", "qkv_bias", "lora"),
-)
+# Config fields that config.json and the tensors record, or that do not affect the model: qkv_bias with GPT-2's bias,
+# which covers it. A field that is not recorded must have its default.
+_WRITTEN = (*ALWAYS_WRITTEN, "no_rope_every", "qkv_bias")
 _WRITTEN_WITH_ROPE = (*_WRITTEN, "bias", "d_head", "qk_norm", "sliding_window")
 
 
