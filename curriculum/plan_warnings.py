@@ -59,18 +59,16 @@ def all_warnings(
 
 def schedule_warnings(
     config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None], trained: int = 0
-) -> list[str]:
+) -> Iterator[str]:
     """Warnings of settings that do nothing with this schedule, or more than may be meant.
 
     `epochs_of` are tokens per epoch by source, None if unknown. Of phases that are over after `trained` updates no mean
     is taken any more.
     """
-    warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
+    cursors = schedule.cursors_at(schedule.total_steps)
     random = config.adaptation.init_from is None and config.model is not None  # a custom model may know something
     if config.adaptation.replay and random and trained == 0:
-        warnings.append(
-            "adaptation.replay is set, but the run begins with random parameters: to adapt a model, give --init-from"
-        )
+        yield "adaptation.replay is set, but the run begins with random parameters: to adapt a model, give --init-from"
     much: dict[str, float] = {}
     for name, size in epochs_of.items():
         source = config.sources.get(name)
@@ -79,29 +77,26 @@ def schedule_warnings(
         cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None
         if cap is not None and cursors[name] > cap:
             most = f"beyond its max_epochs of {source.max_epochs:g}"
-            warnings.append(f"{name} is read {cursors[name] / size:.3g} times, {most}, as on_exhaust is repeat")
+            yield f"{name} is read {cursors[name] / size:.3g} times, {most}, as on_exhaust is repeat"
         elif size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
             much[name] = cursors[name] / size
-    warnings += _much_repeated(much)
-    warnings += _replaced(config)
-    warnings += _unread(config, schedule)
-    warnings += _few_evals(config, schedule)
-    warnings += _shapes_that_do_nothing(config)
+    yield from _much_repeated(much)
+    yield from _replaced(config)
+    yield from _unread(config, schedule)
+    yield from _few_evals(config, schedule)
+    yield from _shapes_that_do_nothing(config)
     spans = rate_spans(schedule)
     falls = [span for span in spans if span.piece.last < span.piece.first and not span.piece.warmup]
     if spans[-1].piece.last == spans[-1].piece.first and falls:
         ended = min(falls[-1].end, falls[-1].piece.start + falls[-1].piece.steps)
-        warnings.append(
-            f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
-        )
+        yield f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
     wanted = config.averages.phase_mean
     for phase, start, end in [bounds for bounds in schedule.phase_bounds if wanted and bounds[2] > trained]:
         found = len(mean_steps(config, start, end, schedule.total_steps))
         if found < 2:
-            warnings.append(f"phase {phase} has {counted(found, 'checkpoint')}: no mean is taken")
+            yield f"phase {phase} has {counted(found, 'checkpoint')}: no mean is taken"
         elif found < wanted:
-            warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
-    return warnings
+            yield f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}"
 
 
 def _much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
