@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, any_steps, no_such_source, short
 from phases.lr import EXPECTED_RATE, LEAST_RATE, MOST_RATE
@@ -23,47 +23,44 @@ class ScheduleError(ValueError):
         super().__init__("\n".join(f"{path}: {message}" for path, message in problems))
 
 
-def check_phases(phases: Sequence[Phase], sources: Collection[str]) -> list[tuple[str, str]]:
+def check_phases(phases: Sequence[Phase], sources: Collection[str]) -> Iterator[tuple[str, str]]:
     """What is wrong with the phases on their own, before any step is resolved: (path, message) pairs."""
-    problems: list[tuple[str, str]] = []
     if not phases:
-        problems.append(("phases", "got none, expected at least one phase"))
+        yield "phases", "got none, expected at least one phase"
     seen: dict[str, int] = {}
     for i, phase in enumerate(phases):
         path = f"phases[{i}]"
         if not NAME.fullmatch(phase.name):
-            problems.append((f"{path}.name", f"got {phase.name!r}, {EXPECTED_NAME}"))
+            yield f"{path}.name", f"got {phase.name!r}, {EXPECTED_NAME}"
         elif phase.name in seen:
-            problems.append((f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"))
+            yield f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"
         seen.setdefault(phase.name, i)
         for name, weight in phase.mixture.items():
             where = f"{path}.mixture.{name}"
             if name not in sources:
-                problems.append((where, no_such_source(name, sources)))
+                yield where, no_such_source(name, sources)
             if not (math.isfinite(weight) and weight >= 0):
-                problems.append((where, f"got {weight}, expected a proportion of 0 or more"))
+                yield where, f"got {weight}, expected a proportion of 0 or more"
         if all(w == 0 for w in phase.mixture.values()):
-            problems.append((f"{path}.mixture", "got no positive proportion, expected at least one"))
+            yield f"{path}.mixture", "got no positive proportion, expected at least one"
         elif all(map(math.isfinite, phase.mixture.values())) and math.isinf(sum(phase.mixture.values())):
             message = "the proportions add up to more than a float holds; write them on a smaller scale"
-            problems.append((f"{path}.mixture", message))
+            yield f"{path}.mixture", message
         if phase.until == "end" and i < len(phases) - 1:
-            problems.append((f"{path}.until", "'end' is for the last phase only"))
+            yield f"{path}.until", "'end' is for the last phase only"
         if i == 0 and any_steps(phase.ramp_steps):
-            problems.append((f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"))
+            yield f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"
         if program := phase.lr:
             if program.peak is not None and not LEAST_RATE <= program.peak <= MOST_RATE:
-                problems.append((f"{path}.lr.peak", f"got {program.peak}, {EXPECTED_RATE}"))
+                yield f"{path}.lr.peak", f"got {program.peak}, {EXPECTED_RATE}"
             if not 0 <= program.decay_to_ratio <= 1:
-                got = program.decay_to_ratio
-                problems.append((f"{path}.lr.decay_to_ratio", f"got {got}, expected 0 to 1"))
+                yield f"{path}.lr.decay_to_ratio", f"got {program.decay_to_ratio}, expected 0 to 1"
         for key, (least, most) in _SHAPES.items():
             size = getattr(phase, key)
             if size is not None and not least <= size <= most:
-                problems.append((f"{path}.{key}", f"got {short(size)}, expected {least} to {most}"))
+                yield f"{path}.{key}", f"got {short(size)}, expected {least} to {most}"
         if phase.rope_theta is not None and not 0 < phase.rope_theta < math.inf:
-            problems.append((f"{path}.rope_theta", f"got {phase.rope_theta}, expected a positive finite number"))
-    return problems
+            yield f"{path}.rope_theta", f"got {phase.rope_theta}, expected a positive finite number"
 
 
 def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]]:
@@ -82,17 +79,15 @@ def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]
 
 def check_bounds(
     supplies: Mapping[str, SourceSupply], total_steps: int, batch_size: int, seq_len: int
-) -> list[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:
     """Problems of runs too large for the arithmetic and of bad `max_epochs`; the sizes are the run's largest."""
-    problems = []
     sequences = total_steps * batch_size
     if sequences > MOST_SEQUENCES or sequences * seq_len > MOST_TOKENS:
         got = f"got {short(total_steps)}, with batch_size and seq_len {short(sequences * seq_len)} tokens"
         most = "at most 2**42 sequences and 2**62 tokens in a run"
-        problems.append(("train.steps", f"{got}, expected {most}; lower one of the three"))
+        yield "train.steps", f"{got}, expected {most}; lower one of the three"
     for name, supply in supplies.items():
-        problems += check_cap(name, supply.max_epochs)
-    return problems
+        yield from check_cap(name, supply.max_epochs)
 
 
 def check_cap(name: str, max_epochs: float | None) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from phases.caps import MOST_TOLD, ends_at_cap, phase_segments
@@ -46,9 +46,13 @@ def resolve(
     numbers, unread = read_numbers(curriculum, sizes_to_come)
     largest = max([curriculum.batch_size, *(declared.batch_size for declared in numbers.phases)])
     longest = max([curriculum.seq_len, *(declared.seq_len for declared in numbers.phases)])
-    problems = check_phases(curriculum.phases, supplies) + check_lengths(curriculum.phases, curriculum.seq_len)
-    problems += check_bounds(supplies, total_steps, largest, longest)
-    problems += _check_past(past, total_steps, longest) + unread
+    problems = [
+        *check_phases(curriculum.phases, supplies),
+        *check_lengths(curriculum.phases, curriculum.seq_len),
+        *check_bounds(supplies, total_steps, largest, longest),
+        *_check_past(past, total_steps, longest),
+        *unread,
+    ]
     if problems:
         raise ScheduleError(problems)
 
@@ -221,19 +225,17 @@ def _check_end(declared: Declared, start: int, end: int, total_steps: int) -> No
     raise ScheduleError([(f"{declared.path}.until", message)])
 
 
-def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
+def _check_past(past, total_steps, longest) -> Iterator[tuple[str, str]]:
     """Problems where the past contradicts what is declared now."""
     if not past:
-        return []
-    problems, end = [], past[-1].end
-    if end > total_steps:
+        return
+    if (end := past[-1].end) > total_steps:
         message = f"got {total_steps}, but the run's schedule is already fixed up to step {end}; set at least {end}"
-        problems.append(("train.steps", message))
+        yield "train.steps", message
     if uneven := [segment for segment in past if longest % segment.seq_len]:
         fixed = f"steps {uneven[0].start} to {uneven[0].end} are fixed with sequences of {uneven[0].seq_len}"
         got = f"got a longest sequence of {longest}, but {fixed}, which must divide it"
-        problems.append(("train.seq_len", f"{got}; restore it"))
-    return problems
+        yield "train.seq_len", f"{got}; restore it"
 
 
 def _first_ahead(

@@ -156,7 +156,7 @@ def test_problems_name_the_place_and_the_mending(phases, path, words):
 def test_all_problems_at_once():
     found = problems(Phase("a", 5, {"x": 1}), Phase("a", "end", {"y": 1}))
     assert [path for path, _ in found] == ["phases[0].mixture.x", "phases[1].name", "phases[1].mixture.y"]
-    assert check_phases([Phase("a", "end", {"web": 1})], ["web"]) == []
+    assert list(check_phases([Phase("a", "end", {"web": 1})], ["web"])) == []
 
 
 def test_problems_of_clocks_ramps_and_rates_are_told_together():
