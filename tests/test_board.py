@@ -212,6 +212,17 @@ def test_a_resumed_run_has_one_point_a_step(tmp_path):
     assert [step for step, _ in main["phase_switch"]] == [6]
 
 
+def test_a_resume_at_a_step_without_a_row_writes_none_again(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 7)
+    resumed = resume(run_dir, record.offsets(), 7)
+    train(resumed, 7, 10)
+    resumed.close()
+    losses = shown(tmp_path)["example/tensorboard"]["train/loss"]
+    assert [step for step, _ in losses] == [2, 4, 6, 8, 10]
+
+
 @pytest.mark.parametrize("step", [8, 0])
 def test_a_run_that_goes_back_has_one_point_a_step(tmp_path, step):
     """In one process: to its checkpoint at 8, or to its start."""

@@ -143,8 +143,8 @@ def test_sets_that_were_not_due_are_left_out_and_what_is_not_finite_is_shown(tmp
 @pytest.mark.parametrize(
     ("earlier", "eta"),
     [
-        # start-up, the eval at step 0 and compiling are no part of the pace: 10 s for 100 steps, 74700 steps left
-        ([(0, 500.0), (100, 900.0), (200, 910.0), (300, 920.0)], "2.1h"),
+        # start-up, the eval at step 0 and compiling are no part of the pace: 10 + 20 s for 200 steps, 74700 steps left
+        ([(0, 500.0), (100, 900.0), (200, 910.0), (300, 930.0)], "3.1h"),
         ([(0, 500.0), (100, 900.0)], "?"),  # without a row
         # of seven intervals the last five count: 100 s for 500 steps, 74300 left = 14860 s
         (

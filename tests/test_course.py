@@ -1,6 +1,7 @@
 """What a run trains on after so many updates, worked by hand from its config."""
 
 import json
+import re
 from contextlib import closing
 from dataclasses import replace
 
@@ -252,6 +253,21 @@ def test_null_in_the_architecture_is_as_if_left_out(tmp_path):
     for then, now, told in ((null, seven, r"7 \(was None\)"), (seven, null, r"None \(was 7\)")):
         with pytest.raises(InputError, match=f"architecture of a run cannot change: sliding_window {told}$"):
             ledger.check_past({**saved, "model": then}, replace(found, architecture=now))
+
+
+def test_parameters_of_other_shapes_are_refused_where_the_architecture_is_the_same(tmp_path):
+    """As those of a user's own model may be."""
+    with closing(build(build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store")) as setup:
+        saved = json.loads(json.dumps(ledger.entry(setup, 4, History("now", "a"), {}, 0.0)))
+        found = ledger.found_in(setup)
+    name, shape = min(found.parameters.items())
+    for other in ({name: [*shape, 1]}, {name: None}, {"a": [1]}):  # another shape, one that is gone, one that is new
+        parameters = {n: s for n, s in {**found.parameters, **other}.items() if s is not None}
+        ((changed, got),) = other.items()
+        told = f"model: the parameters of a run cannot change: {changed} {got} (was {found.parameters.get(changed)})"
+        with pytest.raises(InputError, match=re.escape(told)):
+            ledger.check_past(saved, replace(found, parameters=parameters))
+    assert ledger.check_past(saved, replace(found, parameters=None)) == []  # they are not known before it is built
 
 
 def switches(run_dir):

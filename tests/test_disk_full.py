@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tiny_run import assert_same_run, tiny_train, write_corpus
+from tiny_run import assert_same_run, tiny_data, tiny_train, write_corpus
 
 from curriculum.disk.append import Appender
 from curriculum.disk.manifest import damage
@@ -140,6 +140,21 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(place, whole, tmp_path):
     ) in log
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["10", "12", "4"]
     assert not [path for path in run_dir.rglob("*") if path.name.endswith(".tmp") or "saving" in path.name]
+
+
+def test_a_gate_is_not_asked_about_a_checkpoint_that_could_not_be_saved(place, tmp_path):
+    gate, run_dir = tmp_path / "gate", tmp_path / "run"
+    gate.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/asked\necho '{{\"accept\": true}}'\n")
+    gate.chmod(0o700)
+    evalsets = tiny_data(place)["evalsets"] | {"gold": {"gate": str(gate)}}
+    code, errors = train_in_process(place, run_dir, {5: "full", 9: "room"}, evalsets=evalsets)
+    assert code == 0, errors
+    events = load_run(run_dir).events
+    blocked = [(e["step"], e["reason"]) for e in events if e["event"] == "gold_blocked"]
+    assert blocked == [(step, "gate: its checkpoint was not saved: File too large") for step in (6, 9)]
+    golds = [(e["step"], e["previous_step"]) for e in events if e["event"] == "gold_checkpoint"]
+    assert golds == [(3, None), (12, 3)]
+    assert [Path(line).name for line in (tmp_path / "asked").read_text().splitlines()] == ["3", "12"]
 
 
 @pytest.mark.slow

@@ -21,11 +21,12 @@ from curriculum.train.resuming.edits import (
     edit_event,
     find_edit,
     gone_back,
+    gone_on,
 )
 from curriculum.train.resuming.ledger import Found
 from phases.batches import DataPlan
 from phases.rollback import pass_over
-from phases.schedule import Phase, Schedule, SourceSupply, cut, segments_from_json, segments_to_json
+from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut, segments_from_json, segments_to_json
 
 LENGTH, BATCH = 8, 4
 EPOCHS = {"web": 100 * LENGTH, "law": 60 * LENGTH, "code": 40 * LENGTH, "new": 30 * LENGTH}
@@ -937,3 +938,27 @@ def test_a_phase_that_lasted_to_its_end_is_not_told_to_last_longer(step, phase, 
         resumed(saved, data)
     fix = f"steps {start} to {step} were trained in this phase: let it end at {step}"
     assert list(error.value.problems) == [f"config: phases[{phase}].until: got {until}, but {fix}"]
+
+
+def test_a_segment_does_not_go_on_without_a_source_that_its_ramp_leaves():
+    was = declaration(config_of(BASE))
+    now = changed(was, lambda declared: declared["sources"].pop("web"))
+    ramp = Ramp({"web": 0.3, "law": 0.5, "code": 0.2}, 10)
+    segment = Segment(80, 100, "c", {"code": 1.0}, ramp, (), dict.fromkeys(EPOCHS, 0), BATCH, LENGTH)
+    assert gone_on(segment, 85, was, was, {}) == segment.continued(85)
+    assert gone_on(segment, 85, was, now, {}) is None
+    without = replace(segment, ramp=None)
+    assert gone_on(without, 85, was, now, {}) == without.continued(85)
+
+
+def test_an_edit_before_a_branch_s_own_step_acts_from_there():
+    """Up to it the branch repeats its trunk."""
+    schedule, saved = begun()
+    saved |= {"past_end": 70, "branched_from": {"step": 70}}
+    of_b = {"mixture": {"web": 1.0}}
+    edited = changed(BASE, lambda data: phase(data, "b").update(of_b), lambda data: data["optim"].update(lr=9e-4))
+    after, _, edit = resumed(saved, edited)
+    assert (edit.past.end, edit.past.rates_from) == (70, 70)
+    assert read(after, 70) == read(schedule, 70) and after.shares(69) != after.shares(70) == {"web": 1.0}
+    assert after.rates(np.arange(70)).tolist() == schedule.rates(np.arange(70)).tolist()
+    assert after.rates(70) == 9e-4

@@ -176,6 +176,11 @@ def test_a_value_too_large_is_told_by_name(run, tmp_path):
     assert load_file(tmp_path / "out/model.safetensors")["head.kernel"].shape == (32, 264)
 
 
+def test_the_folders_above_are_made(run, tmp_path):
+    assert export(run, tmp_path / "of/runs/out", step=2) == 2
+    assert (tmp_path / "of/runs/out/model.safetensors").is_file()
+
+
 def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
     assert export(run, tmp_path, step=2) == 2
     arrays = load_file(tmp_path / "model.safetensors")

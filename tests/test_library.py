@@ -260,6 +260,8 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"forward": lambda p, t, s, k: p["embed"][t]}, "forward, without a head, gave logits for 8 ids, expected at least the tokenizer's 257"),
         ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["embed"][:256]}, "head gave a kernel for 256 ids, expected at least the tokenizer's 257"),
         ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["kernel"]}, r"head gave float32\[8, 257\], expected \[V, 8\]"),
+        ({"num_ids": 256}, "num_ids: got 256, expected from the tokenizer's 257 to the logits' 257"),
+        ({"num_ids": 258}, "num_ids: got 258, expected from the tokenizer's 257 to the logits' 257"),
         (generating(None, lambda rows, positions: jnp.zeros((positions, rows))), r"empty_cache gave float32\[4, 2\] for 2 rows, expected arrays whose first axis"),
         (generating(lambda logits, cache: logits), r"extend gave float32\[2, 4, 257\], expected two: features and the cache"),
         (generating(lambda logits, cache: (logits[:, -1], cache)), r"extend gave float32\[2, 257\] for tokens int32\[2, 4\], expected \[2, 4, 257\], as from forward"),

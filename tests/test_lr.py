@@ -100,7 +100,8 @@ def test_a_jump_of_more_than_two_times_is_found_but_not_in_warmup():
 def test_bad_numbers_are_named():
     assert [field for field, _ in check_rates(LrSchedule(lr=0.0, min_lr_ratio=2.0))] == ["lr", "min_lr_ratio"]
     assert [field for field, _ in check_rates(LrSchedule(lr=float("nan")))] == ["lr"]
-    assert check_rates(LrSchedule()) == []
+    assert check_rates(LrSchedule()) == check_rates(LrSchedule(min_lr_ratio=0.0)) == []
+    assert check_rates(LrSchedule(min_lr_ratio=1.0)) == []
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "inverse_sqrt", "constant"])

@@ -33,6 +33,12 @@ def test_three_documents_by_hand():
     assert summary.clusters == "documents"
 
 
+def test_two_documents_by_hand():
+    # Loss 8 / 4 = 2, u = 3 - 2*2, 5 - 2*2 = -1, 1. SE^2 = 2/1 * 2 / 4^2.
+    summary = summarise(results([3, 5], [2, 2], [0, 1]))
+    assert (summary.loss, summary.sem, summary.clusters) == (2.0, 0.5, "documents")
+
+
 def test_means_are_over_tokens_not_over_windows():
     # A mean of the windows' means would be (1 + 3) / 2.
     assert summarise(results([9, 3], [9, 1], [0, 1])).loss == 1.2

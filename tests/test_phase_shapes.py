@@ -224,7 +224,8 @@ def test_of_what_goes_on_all_but_the_data_is_as_declared(monkeypatch):
 
 
 def test_parameters_have_the_theta_of_the_phase_that_made_them():
-    schedule = resolved((replace(PHASES[0], rope_theta=2.0), replace(PHASES[1], rope_theta=3.0), *PHASES[2:]))
+    thetas = (2.0, 3.0, None, 4.0)
+    schedule = resolved([replace(phase, rope_theta=theta) for phase, theta in zip(PHASES, thetas, strict=True)])
     assert [schedule.rope_theta_at(step) for step in (0, 1, 13, 14, 30, 31, 70)] == [
         None,
         2.0,
@@ -232,7 +233,7 @@ def test_parameters_have_the_theta_of_the_phase_that_made_them():
         3.0,
         3.0,
         None,
-        None,
+        4.0,
     ]
 
 

@@ -821,6 +821,15 @@ def test_a_ramp_that_is_over_is_no_part_of_what_an_edit_begins():
     assert edited.segment_at(45).start == 45 and edited.segment_at(45).ramp is None
 
 
+@pytest.mark.parametrize("b", [Phase("b", 30, {"law": 1.0}, ramp_steps=10), Phase("b", 21, {"law": 1.0})])
+def test_a_ramp_that_goes_on_still_leaves_from_the_last_update_before_its_phase(b):
+    phases = (Phase("a", 20, {"web": 1.0}), b, Phase("c", "end", {"web": 0.5, "law": 0.5}, ramp_steps=20))
+    whole = resolved(*phases)
+    on = after(cut(whole.segments, 40), *phases, lr=CONSTANT)
+    assert on.segment_at(40) == whole.segment_at(40).continued(40)
+    assert order(on, 100) == order(whole, 100)
+
+
 def test_what_goes_on_may_change_its_mixture_and_its_end_on_the_way():
     a, b, c = THREE
     whole = resolved(*THREE, lr=WSD)
@@ -867,6 +876,10 @@ def test_the_phases_decide_what_follows_a_past():
     new = after(past, a, Phase("x", 40, {"web": 1.0}), b, c)
     assert new.phase_bounds == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
     assert "phase x is never trained: it would end by step 45" in new.warnings[0]
+    # In its place is one that would be over by now: that one is never trained.
+    past_by = after(past, a, Phase("x", 40, {"web": 1.0}), c)
+    assert past_by.phase_bounds == (("a", 0, 30), ("b", 30, 45), ("c", 45, 100))
+    assert "phase x is never trained: it would end by step 45" in past_by.warnings[0]
     # The next phase's ramp leaves from what is trained.
     ramp = after(past, a, c).segments[-1].ramp
     assert ramp.from_mixture == pytest.approx({"web": 0.7 - 0.4 * 15 / 20, "law": 0.3 + 0.4 * 15 / 20})

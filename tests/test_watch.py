@@ -301,28 +301,28 @@ def test_an_alarm_names_a_raised_rate_and_another_shape(tmp_path, monkeypatch):
         write_corpus(tmp_path),
         tmp_path / "run",
         phases=[
-            {"name": "a", "until": 3, "mixture": {"web": 1.0}, "lr": {"peak": 1e-3}},
+            {"name": "a", "until": 3, "mixture": {"web": 1.0}},
             {
                 "name": "b",
                 "until": "end",
                 "mixture": {"web": 1.0},
-                "lr": {"peak": 4e-3},
+                "lr": {"peak": 1.2e-3},
                 "batch_size": 2,
                 "grad_accum": 2,
             },
         ],
         evalsets={"every": 1, "primary": {"held_out_of": "web"}},
         train={"steps": 5, "batch_size": 4, "seq_len": 32},
-        optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 2, "allow_jump": True},
+        optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 2},
     )
     run = load_run(tmp_path / "run")
     (alarm, *_) = [e for e in run.events if e["event"] == "eval_regression"]
     rates = {o["baseline"]: (o["baseline_step"], o["rate_rise"]) for o in alarm["offenders"]}
     assert alarm["step"] == 4
-    raised = [1e-3, 4e-3]  # since step 0 too: up to the end of the warmup, 1e-3, is no rise
+    raised = [1e-3, 1.2e-3]  # since step 0 too: up to the end of the warmup, 1e-3, is no rise
     assert rates == {"start": (0, raised), "phase_start": (3, raised), "best": (3, raised)}
     assert alarm["offenders"][0]["shape_change"] == {"batch_size": [4, 2]}
-    told = "(since step 3: batch_size 4 → 2, learning rate 0.001 → 0.004)"
+    told = "(since step 3: batch_size 4 → 2, learning rate 0.001 → 0.0012)"
     assert told in (tmp_path / "run/train.log").read_text()
 
 
@@ -346,6 +346,20 @@ def test_an_alarm_names_what_was_read_again(tmp_path, monkeypatch):
     again = {o["baseline"]: o["repeated"] for o in alarm["offenders"]}
     assert again == {"start": {"web": [0.0, now]}, "phase_start": {"web": [0.0, now]}, "best": {"web": [then, now]}}
     assert f"(since step 6: epochs of web {then:.2f} → {now:.2f})" in (tmp_path / "run/train.log").read_text()
+
+
+def test_that_no_more_verdicts_are_possible_is_told_once(tmp_path):
+    """A run that goes on with a higher confidence than what it has spent allows."""
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
+    write_corpus(tmp_path)
+    for resume, steps, confidence in ((None, 6, 0.6), ("latest", 12, 0.999), ("latest", 15, 0.999)):
+        evalsets = tiny_data(tmp_path)["evalsets"] | {"regression": {"confidence": confidence}}
+        sizes = {"steps": steps, "batch_size": 4, "seq_len": 32}
+        optim = {"lr": 3e-3, "schedule": "constant"}
+        tiny_train(tmp_path, tmp_path / "run", resume, phases=phases, evalsets=evalsets, train=sizes, optim=optim)
+    notes = [(e["step"], note) for e in load_run(tmp_path / "run").events for note in e.get("notes", [])]
+    ((step, told),) = [(step, note) for step, note in notes if note.startswith("no more verdicts: ")]
+    assert step == 9 and told.endswith(" is used up; lower the confidence to allow more comparisons")
 
 
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path, monkeypatch):
