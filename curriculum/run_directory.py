@@ -27,61 +27,43 @@ _OWN_FILES = ("model.json", METRICS, "training_state.json")  # beside the config
 _SECTIONS = tuple("name tokenizer model sources phases evalsets train adaptation command_line derived".split())
 
 
+class _Inside:
+    """The path of one of a run's files or folders."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _: type) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The files of one run."""
 
     path: Path
 
-    @property
-    def resolved_config(self) -> Path:
-        return self.path / "config.resolved.json"
-
-    @property
-    def own_config(self) -> Path:
-        """The YAML file as it was given; there is none if the config came from Python."""
-        return self.path / "config.yaml"
-
-    @property
-    def _architecture(self) -> Path:
-        return self.path / "model.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def averages(self) -> Path:
-        return self.path / "averages"
+    resolved_config = _Inside("config.resolved.json")
+    own_config = _Inside("config.yaml")  # as it was given; there is none if the config came from Python
+    _architecture = _Inside("model.json")
+    training_state = _Inside("training_state.json")
+    going_back = _Inside("going_back.json")
+    tokenizer = _Inside("tokenizer")
+    checkpoints = _Inside("checkpoints")
+    gold = _Inside("gold")
+    kept = _Inside("kept")
+    averages = _Inside("averages")
+    _evals = _Inside("evals")
+    superseded = _Inside("superseded")
 
     def results(self, step: int) -> Path:
         """The file with every window's sums for the eval after `step`."""
-        return self.path / "evals" / f"{step}.npz"
+        return self._evals / f"{step}.npz"
 
     def all_results(self) -> list[tuple[int, Path]]:
         """(step, file) of every eval whose window sums are saved. Raises InputError if they cannot be listed."""
-        paths = [self.path / "evals" / name for name in names_in(self.path / "evals") if name.endswith(".npz")]
+        paths = [self._evals / name for name in names_in(self._evals) if name.endswith(".npz")]
         return [(int(path.stem), path) for path in paths if path.stem.isdecimal()]
-
-    @property
-    def superseded(self) -> Path:
-        return self.path / "superseded"
-
-    @property
-    def going_back(self) -> Path:
-        return self.path / "going_back.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def gold(self) -> Path:
-        return self.path / "gold"
-
-    @property
-    def kept(self) -> Path:
-        return self.path / "kept"
 
     @property
     def places(self) -> tuple[Path, ...]:
@@ -145,7 +127,7 @@ class RunDirectory:
 
         If the disk fails (full, over quota, read-only), the old file stays and a line on stderr says so.
         """
-        path = self.path / "training_state.json"
+        path = self.training_state
         try:
             # Not durable: training waits for it at every checkpoint, and the next one writes it anew.
             write_whole(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n", durable=False)
@@ -181,7 +163,7 @@ class RunDirectory:
 
     def check_folders(self) -> None:
         """Raise InputError if one of the run's existing subfolders cannot be written to, as training needs."""
-        for folder in filter(os.path.lexists, (*self.places, self.path / "evals", self.averages, self.superseded)):
+        for folder in filter(os.path.lexists, (*self.places, self._evals, self.averages, self.superseded)):
             self._check_writable(folder)
 
     def _check_writable(self, folder: Path | None) -> None:

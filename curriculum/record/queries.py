@@ -212,7 +212,7 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     switches = [event for event in run.events if event["event"] == "phase_switch"]
     marks = [(e["from_phase"], e["step"], e["tokens_drawn"], e["consumed"]) for e in switches]
     last_step = max(event["step"] for event in run.events)  # a dip confirmed later has its own step
-    path = run.directory.path / "training_state.json"
+    path = run.directory.training_state
     if at is not None:
         marks = [*(mark for mark in marks if mark[1] < at[1]), (*at, {})]
     elif path.exists():
