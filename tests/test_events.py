@@ -156,6 +156,17 @@ def test_views_get_the_lines_as_written_and_are_closed(tmp_path):
         assert view.closed
 
 
+def test_the_record_of_the_other_processes_returns_what_it_is_given_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = Record(None, lambda step: 10 * step)
+    event = record.event("eval", 3, val_loss=2.5)
+    assert (event["event"], event["tokens_processed"], event["val_loss"]) == ("eval", 30, 2.5)
+    assert record.row({"step": 3, "loss": 1.5}) == {"step": 3, "loss": 1.5}
+    record.cut_back({"events.jsonl": 10**6, "metrics.jsonl": 10**6})  # of files that process 0 has
+    record.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_clock_goes_on_over_a_resume(tmp_path):
     started = time.monotonic()
     record = Record(tmp_path, tokens_at, elapsed_before_s=3600.0)

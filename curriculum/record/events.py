@@ -50,6 +50,7 @@ class View(Protocol):
 class Record:
     """Appends to the record of `run_dir` and hands every line to the views.
 
+    run_dir: None in the processes that do not write the record: lines are returned as in the one that does.
     tokens_at: gives the number of tokens consumed by the first `step` updates, which every event has.
     elapsed_before_s: `elapsed_s` when the checkpoint that this process resumes from was saved.
     The views are closed with the record. On a full disk lines are held back: see Appender.
@@ -57,7 +58,7 @@ class Record:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Path | None,
         tokens_at: Callable[[int], int],
         elapsed_before_s: float = 0.0,
         views: Iterable[View] = (),
@@ -87,12 +88,16 @@ class Record:
 
     def cut_back(self, offsets: Mapping[str, int]) -> None:
         """Go on from `offsets` in the same process; later lines are moved to `superseded.jsonl`, as in `resume`."""
+        if self._run_dir is None:
+            return
         for file in self._files.values():
             file.close()
         _cut(self._run_dir, offsets)
         self._files = self._opened()
 
     def _opened(self) -> dict[str, Appender]:
+        if self._run_dir is None:
+            return {}
         return {name: Appender(self._run_dir / name) for name in (EVENTS, METRICS)}
 
     @property
@@ -138,7 +143,8 @@ class Record:
 
     def _append(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {key: _rounded(key, plain(value)) for key, value in fields.items()}
-        self._files[name].write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        if self._run_dir is not None:
+            self._files[name].write(json.dumps(line, allow_nan=False).encode() + b"\n")
         return line
 
 

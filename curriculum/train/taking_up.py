@@ -27,7 +27,6 @@ from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints, bad_gol
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.history import History
 from curriculum.train.processes.together import check_in_each, count, from_first, is_first
-from curriculum.train.processes.unwritten import Unwritten
 from curriculum.train.results import Results
 from curriculum.train.resuming.going_back import Rollback
 from curriculum.train.resuming.opening import damaged
@@ -207,7 +206,7 @@ def record_as_of(
     elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
     tokens_at = setup.course.tokens_at
     if not is_first():
-        return Unwritten(directory.path, tokens_at, elapsed_before_s)
+        return Record(None, tokens_at, elapsed_before_s)
     origin = setup.config.origin
     go_on = None
     if origin.text is not None:
