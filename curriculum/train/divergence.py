@@ -19,7 +19,7 @@ from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
 from curriculum.train.processes.together import from_first
 from curriculum.train.resuming.edits import gone_back
 from curriculum.train.resuming.going_back import Rollback
-from curriculum.train.resuming.resumed import Resumed, newest_whole, resumed_by_first, to_resume
+from curriculum.train.resuming.resumed import Resumed, newest_resumed, resumed_by_first
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup
 from phases.rollback import RollbackRefused
@@ -108,8 +108,9 @@ def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rol
     Raises Diverged if those are gone.
     """
     told, first = rollback.event, rollback.event["first_bad_step"]
-    if (step := _newest(directory, first)) is not None:
-        return resumed_by_first(lambda: (to_resume(directory, step), None))[0]
+    resumed, _ = resumed_by_first(lambda: (newest_resumed(directory, first), None))
+    if resumed is not None:
+        return resumed
     if setup.lineage is not None and setup.states.frozen is None:
         try:
             setup.states.base = base_again(setup.config, setup.model, setup.lineage)
@@ -156,12 +157,8 @@ def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
 
 def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
     """The newest step up to `at_or_before` whose checkpoint verifies; None if there is none."""
-
-    def newest() -> int | None:
-        found = newest_whole(directory, at_or_before)
-        return found and found[0]
-
-    return from_first(newest)
+    resumed, _ = resumed_by_first(lambda: (newest_resumed(directory, at_or_before), None))
+    return resumed and resumed.step
 
 
 def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:

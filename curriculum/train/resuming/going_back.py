@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import read_ledger
 from curriculum.record.events import plain
 from curriculum.run_directory import RunDirectory, read_json
 from curriculum.train.history import History
 from curriculum.train.resuming import ledger
-from curriculum.train.resuming.resumed import Resumed, newest_resumed, newest_whole, to_resume
+from curriculum.train.resuming.resumed import Resumed, newest_resumed, to_resume
 
 if TYPE_CHECKING:
     from curriculum.train.setup import Setup
@@ -75,8 +74,8 @@ def _under_way(directory: RunDirectory) -> dict[str, Any] | None:
         told["step"], told["rollback"]["event"]["first_bad_step"], told["ledger"]["segments"]
     except (InputError, KeyError, TypeError):
         raise InputError(damaged) from None
-    newest = newest_whole(directory)
-    known = [] if newest is None else read_ledger(newest[1])["history"]["rollbacks"]
+    newest = newest_resumed(directory)
+    known = [] if newest is None else newest.ledger["history"]["rollbacks"]
     return told if len(known) < num_rollbacks else None
 
 

@@ -37,13 +37,7 @@ def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | No
 
 
 def newest_resumed(directory: RunDirectory, up_to: int | None = None) -> Resumed | None:
-    """The checkpoint that `newest_whole` finds."""
-    newest = newest_whole(directory, up_to)
-    return newest and Resumed(*newest, read_ledger(newest[1]))
-
-
-def newest_whole(directory: RunDirectory, up_to: int | None = None) -> tuple[int, Path] | None:
-    """(step, folder) of the newest checkpoint that verifies; None if there is none.
+    """The newest checkpoint that verifies; None if there is none.
 
     `gold/` and `kept/` count only if `checkpoints/` has none. But to go back, which is what `up_to` a step is for, all
     count alike: a run that once continued from its gold has that in `checkpoints/` too, and goes back as if it had not.
@@ -53,7 +47,7 @@ def newest_whole(directory: RunDirectory, up_to: int | None = None) -> tuple[int
         found = [(step, i, folder) for i, place in enumerate(places) for step, folder in step_folders(place).items()]
         for step, _, folder in sorted(found, reverse=True):
             if (up_to is None or step <= up_to) and damage(folder) is None:
-                return step, folder
+                return Resumed(step, folder, read_ledger(folder))
     return None
 
 
