@@ -99,7 +99,7 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
         "max": config.max,
         "reason": divergence.reason,
     }
-    return Rollback(event, (*before, now), tuple(edits))
+    return Rollback(event, [*before, now], edits)
 
 
 def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rollback: Rollback) -> Resumed | None:

@@ -77,7 +77,7 @@ def train(
         found = ledger.found_in(setup)
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
         changed = edit_event(edit, saved, found, accepted, setup.warnings(saved["data_warnings"]))
-        rollback = None if under_way is None else going_back.rollback_of(under_way)
+        rollback = None if under_way is None else Rollback(**under_way["rollback"])
         return train_built(setup, directory, resumed, lock, edit=changed, rollback=rollback)
 
 
@@ -116,7 +116,7 @@ def train_built(
             step = None if resumed is None else resumed.step
             state, history, bad = taking_up.state_as_of(setup, directory, resumed)
             if rollback is not None:
-                history = replace(history, rollbacks=rollback.rollbacks)
+                history = replace(history, rollbacks=tuple(rollback.rollbacks))
             with taking_up.writable(directory):
                 if record is None:  # at first
                     damaged = taking_up.take_up(directory, lock, checkpoints, resumed, rollback)

@@ -7,6 +7,7 @@ are set aside. Until a checkpoint knows of it, `going_back.json` stands in for w
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from curriculum.disk.durable import write_whole
@@ -29,16 +30,16 @@ class Rollback(NamedTuple):
     """
 
     event: dict[str, Any]
-    rollbacks: tuple[dict[str, Any], ...]
-    edits: tuple[dict[str, Any], ...]
+    rollbacks: Sequence[dict[str, Any]]
+    edits: Sequence[dict[str, Any]]
 
 
 def write(setup: Setup, directory: RunDirectory, resumed: Resumed | None, rollback: Rollback) -> None:
     """Keep what a run goes back with, before it changes anything: from `resumed`, or None: from its start."""
     step = None if resumed is None else resumed.step
     saved = ledger.entry(setup, step or 0, History.begin(setup), {}, 0.0)
-    told = {"step": step, "ledger": saved, "rollback": rollback._asdict()}
-    write_whole(directory.going_back, json.dumps(plain(told)) + "\n")
+    under_way = {"step": step, "ledger": saved, "rollback": rollback._asdict()}
+    write_whole(directory.going_back, json.dumps(plain(under_way)) + "\n")
 
 
 def to_continue(directory: RunDirectory, resume: str | int | None) -> tuple[Resumed | None, dict[str, Any] | None]:
@@ -50,17 +51,17 @@ def to_continue(directory: RunDirectory, resume: str | int | None) -> tuple[Resu
     if resume is None:
         return None, None
     try:
-        told = _under_way(directory)
+        under_way = _under_way(directory)
     except InputError:
         if resume == "latest":
             raise
-        told = None  # a step that is asked for leaves the rollback out, unless it is the one that it leads to
-    if told is None:
+        under_way = None  # a step that is asked for leaves the rollback out, unless it is the one that it leads to
+    if under_way is None:
         return to_resume(directory, resume), None
     if resume == "latest":
-        return newest_resumed(directory, told["rollback"]["event"]["first_bad_step"]), told
+        return newest_resumed(directory, under_way["rollback"]["event"]["first_bad_step"]), under_way
     resumed = to_resume(directory, resume)
-    return resumed, told if resumed is not None and resumed.step == told["step"] else None
+    return resumed, under_way if resumed is not None and resumed.step == under_way["step"] else None
 
 
 def _under_way(directory: RunDirectory) -> dict[str, Any] | None:
@@ -69,29 +70,23 @@ def _under_way(directory: RunDirectory) -> dict[str, Any] | None:
         return None
     damaged = f"{directory.going_back}: is damaged; delete it: the run then goes on without the rollback under way"
     try:
-        told = read_json(directory.going_back)
-        num_rollbacks = len(told["rollback"]["rollbacks"])
-        told["step"], told["rollback"]["event"]["first_bad_step"], told["ledger"]["segments"]
+        under_way = read_json(directory.going_back)
+        num_rollbacks = len(under_way["rollback"]["rollbacks"])
+        under_way["step"], under_way["rollback"]["event"]["first_bad_step"], under_way["ledger"]["segments"]
     except (InputError, KeyError, TypeError):
         raise InputError(damaged) from None
     newest = newest_resumed(directory)
     known = [] if newest is None else newest.ledger["history"]["rollbacks"]
-    return told if len(known) < num_rollbacks else None
+    return under_way if len(known) < num_rollbacks else None
 
 
-def ledger_of(told: dict[str, Any] | None, resumed: Resumed | None) -> dict[str, Any] | None:
+def ledger_of(under_way: dict[str, Any] | None, resumed: Resumed | None) -> dict[str, Any] | None:
     """The ledger that a config is compared with; None if the run begins.
 
     Of a rollback under way it has the schedule, the text and the rollbacks as they were decided.
     """
-    if told is None:
+    if under_way is None:
         return resumed and resumed.ledger
-    before = told["ledger"] if resumed is None else resumed.ledger
-    decided = {key: told["ledger"][key] for key in (*ledger.OF_SCHEDULE, "sources")}
-    return {**before, **decided, "history": {**before["history"], "rollbacks": told["rollback"]["rollbacks"]}}
-
-
-def rollback_of(told: dict[str, Any]) -> Rollback:
-    """The rollback that is under way."""
-    kept = told["rollback"]
-    return Rollback(kept["event"], tuple(kept["rollbacks"]), tuple(kept["edits"]))
+    before = under_way["ledger"] if resumed is None else resumed.ledger
+    decided = {key: under_way["ledger"][key] for key in (*ledger.OF_SCHEDULE, "sources")}
+    return {**before, **decided, "history": {**before["history"], "rollbacks": under_way["rollback"]["rollbacks"]}}
