@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from curriculum.disk.append import Appender, discard, is_disk_error
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.record.events import eval_averages, eval_sets, number
+from curriculum.record.events import TAKEN_UP, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
     sample_lines,
@@ -93,27 +93,22 @@ class Console:
         if event["event"] in ("eval", "rollback", "diverged", "training_complete"):
             self._calm_evals += event["event"] == "eval"
             self._tell_skipped()
-        if event["event"] == "eval":
-            self._regressed = event.get("regressed", [])
+        if event["event"] in TAKEN_UP:
+            self._skipped, self._row = skipped_counts(event), {}
+            self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
+            self._marks.clear()  # after a rollback they are of later steps
         match event["event"]:
             case "training_start":
-                self._skipped, self._row = {}, {}
-                self._marks.clear()  # a rollback to step 0 begins anew
-                self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._print(*header(event, self._run_dir), *self._device_lines)
-            case "resume" | "rollback" as kind:
-                self._skipped, self._row = skipped_counts(event), {}
-                self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
-                # A rollback to step 0 begins anew, without a checkpoint.
-                self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
-                self._marks.clear()  # those before a rollback are of later steps
-                if kind == "resume":
-                    self._began = event["step"], event["elapsed_s"]
-                else:
-                    self._mark(event)
-                self._print(verdict(event), color=_COLORS.get(kind))
-                self._print(*(self._device_lines if kind == "resume" else ()))
+            case "resume":
+                self._checkpoint_step, self._began = event["step"], (event["step"], event["elapsed_s"])
+                self._print(verdict(event), *self._device_lines)
+            case "rollback":
+                self._checkpoint_step = event["step"] or None  # at step 0 it begins anew, without a checkpoint
+                self._mark(event)
+                self._print(verdict(event), color=_COLORS["rollback"])
             case "eval":
+                self._regressed = event.get("regressed", [])
                 self._eval_s += event["eval_duration_s"]
                 if self._marks or event["step"] > self._began[0]:  # before, compiling is still to come
                     self._mark(event)
