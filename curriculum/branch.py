@@ -102,10 +102,10 @@ def branch(
         setup = replace(setup, config=replace(setup.config, origin=origin))
     known = len(newest["history"]["rollbacks"])
     since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
-    told = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]
+    recorded_after = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]
     try:
         with made_whole(directory, trunk.directory) as made:
-            copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
+            copy_trunk(made, trunk.directory, setup, step, checkpoint, recorded_after, rollbacks)
     except InputError:
         check_there(checkpoint)  # a trunk that trains may have deleted it
         raise

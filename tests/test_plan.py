@@ -291,7 +291,7 @@ def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):
     assert any("is read" in w and "above 4 epochs" in w for w in warnings)
     *planned, no_verdict = warnings
     data = replace(setup.corpus, warnings=("told", "new"))
-    assert sorted(replace(setup, corpus=data).warnings(told=["told"])) == sorted(["new", *setup.warnings()])
+    assert sorted(replace(setup, corpus=data).warnings(known=["told"])) == sorted(["new", *setup.warnings()])
     assert planned == list(plan(config, store_dir=tmp_path / "store").warnings) and "no verdict" in no_verdict
 
 

@@ -54,13 +54,14 @@ def copy_trunk(
     setup: Setup,
     step: int,
     checkpoint: Path,
-    told: Sequence[Mapping[str, Any]],
+    recorded_after: Sequence[Mapping[str, Any]],
     rollbacks: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the branch into `made`, as of the trunk's `checkpoint` of `step`.
 
-    `told` are the events of that step that the trunk recorded after saving it. `rollbacks` are those that concern the
-    branch; they replace the rollbacks of every ledger, which would else name data that the branch does not pass over.
+    `recorded_after` are the events of that step that the trunk recorded after saving it. `rollbacks` are those that
+    concern the branch; they replace the rollbacks of every ledger, which would else name data that the branch does not
+    pass over.
     """
     saved = read_ledger(checkpoint)
     offsets = saved["offsets"]
@@ -73,7 +74,7 @@ def copy_trunk(
         if measured <= step:
             link_or_copy(made.results(measured), path)
     copy_means(made, trunk, step)
-    events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
+    events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in recorded_after]
     if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
         events.append(("schedule_edit", branch_edit(setup)))
     if events:

@@ -107,7 +107,7 @@ def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rol
 
     Raises Diverged if those are gone.
     """
-    told, first = rollback.event, rollback.event["first_bad_step"]
+    done, reason, first = (rollback.event[key] for key in ("told_at_step", "reason", "first_bad_step"))
     resumed, _ = resumed_by_first(lambda: (newest_resumed(directory, first), None))
     if resumed is not None:
         return resumed
@@ -115,9 +115,9 @@ def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rol
         try:
             setup.states.base = base_again(setup.config, setup.model, setup.lineage)
         except InputError as error:
-            _record_diverged(record, told["told_at_step"], told["reason"], first, rollback.rollbacks[:-1], None)
+            _record_diverged(record, done, reason, first, rollback.rollbacks[:-1], None)
             raise Diverged(
-                f"training diverged at step {told['told_at_step']}: {told['reason']}\n"
+                f"training diverged at step {done}: {reason}\n"
                 f"  last good    none: no checkpoint of {directory.path} up to step {first} verifies\n"
                 "  to start over, the run needs what it began from (adaptation.init_from), which is gone:\n"
                 + "\n".join(f"               {problem}" for problem in error.problems)

@@ -257,17 +257,17 @@ def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clo
     return fields | once
 
 
-def phase_switch(setup: Setup, done: int, told: str) -> dict[str, Any]:
+def phase_switch(setup: Setup, done: int, recorded: str) -> dict[str, Any]:
     """The fields of the `phase_switch` event after `done` updates, 1 or more.
 
-    `told`: the current phase according to the record. It matters if the record already has a switch at this step but
-    the edited config continues the phase before: then the run switches from `told` back to that phase.
+    `recorded`: the current phase according to the record. It matters if the record already has a switch at this step
+    but the edited config continues the phase before: then the run switches from `recorded` back to that phase.
     """
     schedule = setup.course.schedule
     before, after = schedule.segment_at(done - 1), schedule.segment_at(done)
     counts, sizes = _consumption(schedule, done), setup.course.plan.tokens_per_epoch
     return {
-        "from_phase": told if before.phase == after.phase else before.phase,
+        "from_phase": recorded if before.phase == after.phase else before.phase,
         "new_phase": after.phase,
         "mixture_before": before.mixture_at(done - 1),
         "mixture_after": after.mixture,

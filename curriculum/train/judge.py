@@ -42,9 +42,9 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
     if evaluated.recovered:
         run.record.event("eval_recovered", done, phase=phase, offenders=evaluated.recovered)
     if worse:
-        edits, told = _act(run, done, evaluated)
+        edits, action = _act(run, done, evaluated)
         offenders = [pair for pairs in evaluated.standing.values() for pair in pairs]
-        run.record.event("eval_regression", done, phase=phase, offenders=offenders, action=told)
+        run.record.event("eval_regression", done, phase=phase, offenders=offenders, action=action)
         for edit in edits:
             run.record.event("schedule_edit", done, **edit)
     keep: list[Checkpoints] = []

@@ -81,12 +81,12 @@ class Setup:
         """The samples for the parameters after `step` updates; only if `logging.generate_every` is set."""
         return self.compiled.samples[self.course.schedule.rope_theta_at(step)]
 
-    def warnings(self, told: Collection[str] = ()) -> list[str]:
-        """Warnings about the schedule as currently planned, and those about the data that are not in `told`."""
+    def warnings(self, known: Collection[str] = ()) -> list[str]:
+        """Warnings about the schedule as currently planned, and those about the data that are not in `known`."""
         schedule, corpus = self.course.schedule, self.corpus
         return [
             *schedule.warnings,
-            *(warning for warning in corpus.warnings if warning not in told),
+            *(warning for warning in corpus.warnings if warning not in known),
             *all_warnings(
                 self.config,
                 schedule,
@@ -217,10 +217,9 @@ def _check_architecture(model: Model) -> None:
 def _mesh_of(config: Config) -> Mesh:
     """The mesh of a config. Raises InputError with its place in the file."""
     try:
-        mesh = make_mesh(config.mesh)
+        return make_mesh(config.mesh)
     except InputError as error:
         raise config.error(("mesh", problem) for problem in error.problems) from None
-    return mesh
 
 
 def _check_rows(config: Config, mesh: Mesh, ahead: Collection[str] | None = None) -> None:

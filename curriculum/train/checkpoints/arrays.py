@@ -73,9 +73,9 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
         del cause
     # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: once collected,
     # each would print a traceback.
-    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     gc.collect()
-    sys.unraisablehook = told
+    sys.unraisablehook = hook
     message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
     raise InputError(f"{message} from a copy")
 

@@ -14,14 +14,14 @@ def quiet_failed_saves() -> None:
     """Suppress the tracebacks of a failed save and of the other arrays' writes that were under way."""
     logging.getLogger("absl").addFilter(lambda r: not ("orbax" in r.pathname and r.levelno >= logging.ERROR))
     logging.getLogger("asyncio").addFilter(lambda r: not _of_write(r))
-    told = sys.unraisablehook
+    hook = sys.unraisablehook
 
-    def tell(unraisable):
+    def without_late(unraisable):
         late = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
         if not late:
-            told(unraisable)
+            hook(unraisable)
 
-    sys.unraisablehook = tell
+    sys.unraisablehook = without_late
 
 
 def _of_write(record: logging.LogRecord) -> bool:

@@ -54,9 +54,9 @@ def newest_resumed(directory: RunDirectory, up_to: int | None = None) -> Resumed
 def resumed_by_first(find: Callable[[], tuple[Resumed | None, Any]]) -> tuple[Resumed | None, Any]:
     """What `find` returns in process 0, in every process: a checkpoint, and plain JSON beside it."""
 
-    def found() -> list[Any]:
+    def as_json() -> list[Any]:
         resumed, beside = find()
         return [resumed and [resumed.step, str(resumed.folder), resumed.ledger], beside]
 
-    told, beside = from_first(found)
-    return told and Resumed(told[0], Path(told[1]), told[2]), beside
+    found, beside = from_first(as_json)
+    return found and Resumed(found[0], Path(found[1]), found[2]), beside
