@@ -37,7 +37,7 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(tree))
 
 
-def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+def zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An array of zeros, placed as `like`."""
     return placed(np.zeros(like.shape, like.dtype), like.sharding)
 

@@ -28,7 +28,7 @@ from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.record.wording import listed
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import mean_steps
-from curriculum.train.abstract import abstract_of, zeros
+from curriculum.train.abstract import zeros
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.mesh import constrain
@@ -103,7 +103,7 @@ def _found(directory: RunDirectory, step: int) -> tuple[str | None, str]:
 
 def _mean(setup: Setup, state: TrainState, directory: RunDirectory, parts: Mapping[int, str | None]) -> Params:
     """The mean of `parts`, {step: path of the checkpoint in the run}; None stands for the state itself."""
-    mean = jax.tree.map(lambda p: zeros(abstract_of(p)), state.params)
+    mean = jax.tree.map(zeros, state.params)
     for path in parts.values():
         params = state.params if path is None else load_params(directory.path / path / "params", state.params)
         mean = _add(setup.mesh, mean, params, np.float32(len(parts)))

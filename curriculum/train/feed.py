@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,7 +20,7 @@ class Feed:
 
     def __init__(self, plan: DataPlan, make: Callable[[int, Draws], Batch]):
         self._plan, self._make = plan, make
-        self._ahead: OrderedDict[int, Future] = OrderedDict()
+        self._ahead: dict[int, Future] = {}
         self._planned: tuple[int, list[Draws]] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="feed")
 

@@ -94,7 +94,7 @@ class BestCheckpoints:
         for step in self.kept.steps():
             folder = directory.kept / str(step)
             if damage(folder, "ledger/") is None:
-                self.note_keeping(step, GoldState.from_json(read_ledger(folder)["history"]["gold"]))
+                self._needed_by_kept |= _golds_of(read_ledger(folder)) - {step}
 
     def __enter__(self) -> BestCheckpoints:
         return self
