@@ -18,7 +18,7 @@ from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import MEAN_SIDECAR, checkpoint_steps, read_ledger
 from curriculum.record.board import Board
-from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
+from curriculum.record.events import EVENTS, METRICS, Record, plain, read_events, read_metrics, unstamped
 from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_tokenizer
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.resuming import ledger
@@ -74,7 +74,7 @@ def copy_trunk(
         if measured <= step:
             link_or_copy(made.results(measured), path)
     copy_means(made, trunk, step)
-    events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in recorded_after]
+    events = [(event["event"], unstamped(event)) for event in recorded_after]
     if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
         events.append(("schedule_edit", branch_edit(setup)))
     if events:

@@ -184,6 +184,11 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def unstamped(event: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an event beyond those that every event has."""
+    return {key: value for key, value in event.items() if key not in STAMPS}
+
+
 def eval_key(name: str, metric: str = "loss") -> str:
     """Where an `eval` event has a metric of a set: `val_loss`, `val_bpb`; `eval_code`, `eval_code_bpb`."""
     if name == "val":

@@ -12,7 +12,7 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.record.curves import all_sets
-from curriculum.record.events import STAMPS, eval_sets, number, record_name
+from curriculum.record.events import eval_sets, number, record_name, unstamped
 from curriculum.run import Run
 from curriculum.run_directory import read_json
 from evalsets.summary import Recorded
@@ -174,7 +174,7 @@ def acts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             if event["event"] == "eval_regression":
                 of_step["action"] = event["action"]
             else:
-                of_step["edits"].append({key: value for key, value in event.items() if key not in STAMPS})
+                of_step["edits"].append(unstamped(event))
     return acts
 
 

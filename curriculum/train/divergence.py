@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.record.events import STAMPS, Record, number, read_events, read_metrics
+from curriculum.record.events import Record, number, read_events, read_metrics, unstamped
 from curriculum.record.queries import acts_of
 from curriculum.record.wording import counted
 from curriculum.run_directory import RunDirectory
@@ -84,7 +84,7 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
         if event.get("kind") != "config":
             done_again += [event] if good < event["step"] <= first else []
         elif event["step"] == good:
-            edits.append({key: value for key, value in event.items() if key not in STAMPS})
+            edits.append(unstamped(event))
         else:
             of_schedule, at_once = gone_back(event, run.setup, good)
             done_again += [of_schedule] if of_schedule else []
