@@ -38,8 +38,9 @@ def find_checkpoint(
     gone, or if there is a gold but no line in the record; and one that lists the undamaged steps if the checkpoint is
     damaged.
     """
+    given = "" if wanted is None else f"{option} {wanted}: "
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not is_step(wanted):
-        raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
+        raise InputError(f"{given}expected 'latest', 'gold' or the step of a checkpoint")
     record = directory.path / EVENTS
     # Before the folders are listed: a gold's line comes before its checkpoint has its name.
     events = read_events(directory.path) if wanted in (None, "gold") and record.exists() else None
@@ -49,7 +50,7 @@ def find_checkpoint(
         raise InputError(f"{directory.path}: holds no run; expected a directory made by `curriculum train`")
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
-    if wanted is None or wanted == "gold":
+    if wanted in (None, "gold"):
         if events == [] and found["gold"]:
             raise InputError(
                 f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or "
@@ -63,7 +64,7 @@ def find_checkpoint(
             print(f"{directory.gold / str(gold)}: is being saved; {told}", file=sys.stderr)
             gold = before[-1] if before else None
         if gold in found["gold"]:
-            return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "", part)
+            return gold, undamaged(directory.gold / str(gold), given, part)
         if gold is not None:
             raise InputError(
                 f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint: give {option} "
@@ -71,17 +72,17 @@ def find_checkpoint(
                 "it was being saved, resume the run, which saves it again"
             )
         if wanted == "gold":
-            raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; available: {there}")
-    if wanted is None or wanted == "latest":
+            raise InputError(f"{given}{directory.path} has no gold checkpoint; available: {there}")
+    if wanted in (None, "latest"):
         if not found["checkpoints"]:
             raise InputError(f"{option} latest: {directory.checkpoints} is empty; available: {there}")
         newest = found["checkpoints"][-1]
-        return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "", part)
+        return newest, undamaged(directory.checkpoints / str(newest), given, part)
     folders = [directory.path / name / str(int(wanted)) for name, steps in found.items() if int(wanted) in steps]
     if not folders:
-        raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; available: {there}")
+        raise InputError(f"{given}{directory.path} has no checkpoint of that step; available: {there}")
     whole = next((folder for folder in folders if damage(folder, part) is None), None)
-    return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
+    return int(wanted), whole or undamaged(folders[0], given, part)
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
