@@ -192,22 +192,19 @@ def eval_event(
     fields |= _losses(evaluated.summaries)
     for average, results in averaged.items():
         fields[average] = _losses({name: summarise(result) for name, result in results.items()})
-    if comparisons := evaluated.comparisons:
-        fields["detectable"] = {record_name(name): _rounded(c.detectable) for name, c in comparisons.items()}
-    if evaluated.standing:
-        fields["regressed"] = [record_name(name) for name in evaluated.standing]
-    if evaluated.joined:
-        fields["joined"] = list(evaluated.joined)
-    if evaluated.warned:
-        fields["warned"] = [record_name(name) for name in evaluated.warned]
     rises = {name: max(map(rise, pairs)) for name, pairs in evaluated.standing.items()}
     for name in evaluated.warned:
         c = evaluated.comparisons[name]
         rises[name] = float(np.max(c.delta_B[c.states_B == WARNED]))
-    if rises:
-        fields["rises"] = {record_name(name): round(nats, 6) for name, nats in rises.items()}
-    if evaluated.notes:
-        fields["notes"] = list(evaluated.notes)
+    found = {
+        "detectable": {record_name(name): _rounded(c.detectable) for name, c in evaluated.comparisons.items()},
+        "regressed": [record_name(name) for name in evaluated.standing],
+        "joined": list(evaluated.joined),
+        "warned": [record_name(name) for name in evaluated.warned],
+        "rises": {record_name(name): round(nats, 6) for name, nats in rises.items()},
+        "notes": list(evaluated.notes),
+    }
+    fields |= {key: value for key, value in found.items() if value}
     return fields | {"eval_duration_s": round(duration_s, 3)}
 
 
