@@ -497,18 +497,13 @@ def jax_program(name: str, size: str, dtype: str, settings: dict[str, str]) -> P
         qkv, num_documents = settings.get("qkv", chosen.qkv), int(settings.get("documents", 1))
         if qkv not in ("joined", "apart"):
             raise SystemExit(f"{name}:qkv: got {qkv}, expected joined or apart")
-        loss_tokens = int(settings.get("loss_tokens", chosen.loss_tokens))
-        formulation.BY_BACKEND[formulation.backend()] = replace(chosen, qkv=qkv, loss_tokens=loss_tokens)
+        loss_tokens, skip = int(settings.get("loss_tokens", chosen.loss_tokens)), settings.get("skip", chosen.skip)
+        chosen = replace(chosen, qkv=qkv, skip=skip, loss_tokens=loss_tokens)
+        formulation.BY_BACKEND[formulation.backend()] = chosen
         formulation.MOST_BLOCKS = int(settings.get("blocks", formulation.MOST_BLOCKS))
         optimizer = make_optimizer(OptimConfig())
-        step = make_train_step(
-            transformer(config),
-            optimizer,
-            1,
-            grad_clip=GRAD_CLIP,
-            skip=settings.get("skip"),
-            document_mask="documents" in settings,
-        )
+        masked = "documents" in settings
+        step = make_train_step(transformer(config), optimizer, 1, grad_clip=GRAD_CLIP, document_mask=masked)
         step = jax.jit(step, donate_argnums=0)
         params = jax.tree.map(jax.numpy.asarray, init_params(config, seed=0))
         state = jax.device_put(init_state(params, optimizer, num_sources=1))

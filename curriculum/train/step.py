@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,6 @@ def make_train_step(
     ema_decay: float | None = None,
     skip_updates: SkipUpdates | None = SkipUpdates(),  # noqa: B008
     diverged_after: int = 128,
-    skip: Literal["branch", "select"] | None = None,
     mesh: Mesh | None = None,
 ) -> TrainStep:
     """Make train_step(state, batch, lr, judged_from=0, seed=0, frozen=None) -> state, to be jitted, its state donated.
@@ -121,9 +120,8 @@ def make_train_step(
     `document_mask` a token sees its own document only.
 
     The decay of the moving average `state.ema` is min(ema_decay, (1 + step) / (10 + step)), so that the first
-    parameters are forgotten. Gradients are pinned to the devices of `mesh` that hold the parameters. `skip` is how a
-    skipped update leaves the state unchanged (`curriculum.model.formulation`); None: the backend's way. If only
-    adapters are trained, `frozen` are the model's other parameters: they have no gradient, and stay with the caller.
+    parameters are forgotten. Gradients are pinned to the devices of `mesh` that hold the parameters. If only adapters
+    are trained, `frozen` are the model's other parameters: they have no gradient, and stay with the caller.
     """
 
     batch_gradient = _make_batch_gradient(model, num_sources, document_mask, deterministic, mesh)
@@ -181,7 +179,7 @@ def make_train_step(
         def skipped() -> TrainState:
             return state._replace(skipped_updates=state.skipped_updates + 1)
 
-        if (skip or BY_BACKEND[backend()].skip) == "branch":
+        if BY_BACKEND[backend()].skip == "branch":
             chosen = jax.lax.cond(taken, moved, skipped)
         else:
             chosen = jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved(), skipped())
