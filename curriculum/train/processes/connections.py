@@ -32,7 +32,7 @@ def free_port(host: str) -> int:
         return server.getsockname()[1]
 
 
-def written(host: str, port: int) -> str:
+def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.train.processes.connections import (
+    address,
     frame,
     free_port,
     has_ended,
     keep_alive,
     listening,
     read_message,
-    written,
 )
 from curriculum.train.processes.launch import Launch
 
@@ -57,7 +57,7 @@ class Peers:
         self._looks: dict[int, int] = {}  # in process 0: the same of each process, once a stop is asked for
         self._stop_signal: int | None = None
         self._stop_step: int | None = None
-        self._waits_for_stop = self._asking = self._told_signal = False
+        self._asking = self._told_signal = False
         self.signal_elsewhere: int | None = None  # in process 0: of a process that waited for it
         if self.index == 0:
             self.jax_address = self._meet(launch, join_seconds)
@@ -111,7 +111,7 @@ class Peers:
             if self._stop_signal is None:
                 self._next_look = step + 1
             # Having promised process 0 to look at `_next_look`, this process must wait there to learn when to stop.
-            if self._waits_for_stop and step >= self._next_look:
+            elif step >= self._next_look:
                 self._changed.wait_for(lambda: self._stop_step is not None)
             if self._stop_step is not None and step >= self._stop_step:
                 return self._stop_signal
@@ -175,7 +175,7 @@ class Peers:
 
     def _meet(self, launch: Launch, join_seconds: float) -> str:
         """In process 0: wait for all the others; returns the address where jax's own service is to listen."""
-        where, began, told = written(launch.host, launch.port), time.monotonic(), False
+        where, began, told = address(launch.host, launch.port), time.monotonic(), False
         try:
             server = listening(launch.host, launch.port)
         except OSError as error:
@@ -183,7 +183,7 @@ class Peers:
                 f"--coordinator {where}: process 0 cannot listen there: {error.strerror or error}; expected an address "
                 "of this machine, where process 0 runs, and a port that is free"
             ) from None
-        jax_address = written(launch.host, free_port(launch.host))
+        jax_address = address(launch.host, free_port(launch.host))
         with server:
             while missing := ", ".join(map(str, self._missing())):
                 waited = time.monotonic() - began
@@ -255,7 +255,7 @@ class Peers:
 
     def _come(self, launch: Launch, join_seconds: float) -> str:
         """In the others: connect to process 0, which may start later; returns the address of jax's own service."""
-        where, began, told = written(launch.host, launch.port), time.monotonic(), False
+        where, began, told = address(launch.host, launch.port), time.monotonic(), False
         while True:
             try:
                 connection = socket.create_connection((launch.host, launch.port), timeout=5.0)
@@ -336,7 +336,7 @@ class Peers:
 
     def _promise(self, signal_number: int) -> int:
         with self._changed:
-            self._waits_for_stop, self._stop_signal = True, signal_number
+            self._stop_signal = signal_number
             return self._next_look
 
     def _looked(self, index: int, step: int) -> None:
