@@ -118,11 +118,8 @@ def branch(
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
 
 
-def go_on_command(
-    run_dir: Path, store_dir: str | Path, *, own_model: bool = False, own_optimizer: str | None = None
-) -> str:
-    """The command that resumes a branch that was begun."""
-    own = {"own_model": own_model, "own_optimizer": own_optimizer}
+def go_on_command(run_dir: Path, store_dir: str | Path, **own: Any) -> str:
+    """The command that resumes a branch that was begun; `own` as for `resume_command`."""
     return resume_command(RunDirectory(run_dir).own_config, run_dir, store_dir, **own)
 
 

@@ -18,13 +18,12 @@ from curriculum.cli.options import CHANGES, FOLDER, STORE_DIR
 @CHANGES["dataset_dirs"]
 @CHANGES["eval_dataset_dirs"]
 @STORE_DIR
-def command(run, at, run_dir, overrides, dataset_dirs, eval_dataset_dirs, store_dir):
+def command(run, at, run_dir, store_dir, **changes):
     """Train a new run that equals RUN up to a step and continues with RUN's config as the options change it.
 
     It starts from RUN's newest checkpoint at or before that step and repeats the steps between exactly as RUN did.
     """
     from curriculum.branch import branch, go_on_command
 
-    changes = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
     with stopped_runs(f"`{go_on_command(run_dir, store_dir)}`"):
         branch(run, at, run_dir, **changes, store_dir=store_dir)

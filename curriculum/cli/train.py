@@ -45,25 +45,13 @@ from curriculum.train.resuming.remembered import config_going_on
     help="How long a process waits for the others to start.",
 )
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
-def command(
-    config_path,
-    changes,
-    store_dir,
-    run_dir,
-    resume,
-    accept_past,
-    coordinator,
-    num_processes,
-    process_id,
-    join_seconds,
-    dry_run,
-):
+def command(config_path, changes, store_dir, run_dir, resume, accept_past, join_seconds, dry_run, **process):
     """Train a run through its phases, or continue one.
 
     A run remembers the options that changed its config: they need not be given again with --resume. If CONFIG gives
     another value than one of them, a line says so.
     """
-    launch = find_launch(coordinator, num_processes, process_id)
+    launch = find_launch(**process)
     if accept_past and resume is None:
         raise InputError("--accept-past: a new run has no past; give --resume, or leave it out")
     if dry_run and resume is not None:

@@ -17,7 +17,7 @@ from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
-from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
+from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory, write_tokenizer
@@ -212,10 +212,9 @@ def record_as_of(
     if origin.text is not None:
         given = {"own_model": setup.config.model is None, "own_optimizer": setup.config.optim.users_own}
         go_on = partial(resume_command, origin.file, directory.path, setup.store_dir, **given)
-    views = [
-        Console(directory.path, go_on, device_lines=setup.device_lines),
-        *([Board(directory.path)] if setup.config.logging.tensorboard else []),
-    ]
+    views: list[View] = [Console(directory.path, go_on, device_lines=setup.device_lines)]
+    if setup.config.logging.tensorboard:
+        views.append(Board(directory.path))
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
     record = Record.resume(directory.path, offsets, tokens_at, elapsed_before_s, views)
