@@ -133,16 +133,16 @@ def main(folder: Path):
     for mesh in (ONE, FSDP):
         told[str(mesh)] |= compiled_step(setups[mesh])
     for mesh in (ONE, FSDP, MESHES[-1]):
-        state = setups[mesh].states.restored(
-            saves[mesh], SAVED_AT, setups[mesh].course.plan.sources, setups[mesh].config.train.window_steps
-        )
+        checkpoint, window_steps = saves[mesh].directory / str(SAVED_AT), setups[mesh].config.train.window_steps
+        state = setups[mesh].states.restored(checkpoint, setups[mesh].course.plan.sources, window_steps)
         told[str(mesh)]["samples"] = setups[mesh].samples_at(SAVED_AT)(state.params)
         told[str(mesh)]["samples_again"] = setups[mesh].samples_at(SAVED_AT)(state.params)
     # A step and a checkpoint on each: what 8 devices saved goes on with 4, then with one, and again with 8.
     told["handed_on"], source, step, held = [], saves[FSDP], SAVED_AT, saved[FSDP]
     for mesh in (FOUR, ONE, FSDP):
         setup = setups[mesh]
-        state = setup.states.restored(source, step, setup.course.plan.sources, setup.config.train.window_steps)
+        checkpoint = source.directory / str(step)
+        state = setup.states.restored(checkpoint, setup.course.plan.sources, setup.config.train.window_steps)
         handed = {"mesh": mesh, "equal": as_bytes(state) == held, "num_arrays": len(held), "parts": parts(state)}
         state = setup.update_at(step)(state, setup.course.feed[step], *setup.course.knobs(step))
         handed["loss"] = read_window(state.window, setup.course.plan.sources)["loss"]

@@ -482,7 +482,7 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     import jax
 
     from curriculum.run import load_run
-    from curriculum.train.checkpoints.folder import Checkpoints
+    from curriculum.train.checkpoints.folder import restore
     from curriculum.train.setup import build
     from curriculum.train.trainer import train
 
@@ -504,9 +504,8 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     like = setup.states.first()
     arrays = []
     for name in ("whole", "parts"):
-        checkpoints = Checkpoints(tmp_path / name / "checkpoints")
-        arrays.append([np.asarray(a).tobytes() for a in jax.tree.leaves(checkpoints.restore(8, like))])
-        checkpoints.close()
+        state = restore(tmp_path / name / "checkpoints/8", like)
+        arrays.append([np.asarray(a).tobytes() for a in jax.tree.leaves(state)])
     batch = setup.course.feed[0]
     setup.course.feed.close()
     assert arrays[0] == arrays[1] and len(arrays[0]) > 10

@@ -187,9 +187,8 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
     base = setup.config
     setup = build(base, store)
     try:
-        state = setup.states.restored(
-            trainer.Checkpoints(run_dir / "checkpoints"), 24, setup.course.plan.sources, setup.config.train.window_steps
-        )
+        window_steps = setup.config.train.window_steps
+        state = setup.states.restored(run_dir / "checkpoints/24", setup.course.plan.sources, window_steps)
         batch = setup.course.feed[24]
         architecture = ModelConfig.of(read_json(run_dir / "model.json"))
         assert architecture.rope_theta == 10_000
@@ -286,12 +285,12 @@ def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole
     for phase, grad_accum in zip(data["phases"], (4, 2, 1), strict=True):
         phase["grad_accum"] = grad_accum
     setups = [build(build_config(d), store) for d in (shaped(corpus), data)]
-    checkpoints = trainer.Checkpoints(whole[0] / "checkpoints")
     assert setups[1].course.shapes_from(0) == [StepShape(4, 2, 16), StepShape(2, 2, 32), StepShape(1, 2, 32, THETA)]
     for step in (6, 12, 24):  # the first two phases, and the last
         batches, told = [], []
         for setup in setups:
-            state = setup.states.restored(checkpoints, step, setup.course.plan.sources, setup.config.train.window_steps)
+            folder, window_steps = whole[0] / f"checkpoints/{step}", setup.config.train.window_steps
+            state = setup.states.restored(folder, setup.course.plan.sources, window_steps)
             batches.append([np.asarray(a).reshape(-1) for a in setup.course.feed[step]])
             after = setup.update_at(step)(state, setup.course.feed[step], *setup.course.knobs(step))
             told.append(read_window(after.window, setup.course.plan.sources))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from curriculum.model.transformer import init_adapters
 from curriculum.schema.adaptation import Base, HfBase
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
-from curriculum.train.checkpoints.folder import Checkpoints, beside_params
+from curriculum.train.checkpoints.folder import beside_params, restore
 from curriculum.train.guard import with_window
 from curriculum.train.kept import keeping
 from curriculum.train.mesh import place_state, state_shardings
@@ -89,14 +90,14 @@ class States:
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, params)
         return compiled(place_state(self.mesh, params))
 
-    def restored(self, checkpoints: Checkpoints, step: int, sources: Sequence[str], window_steps: int) -> TrainState:
-        """The state of a checkpoint, with this run's metrics window and guard.
+    def restored(self, checkpoint: Path, sources: Sequence[str], window_steps: int) -> TrainState:
+        """The state in a checkpoint's folder, with this run's metrics window and guard.
 
-        The checkpoint was saved with a metrics window over `sources` and a guard of `window_steps`.
+        It was saved with a metrics window over `sources` and a guard of `window_steps`.
         """
-        state = checkpoints.restore(step, self._like(len(sources), window_steps))
+        state = restore(checkpoint, self._like(len(sources), window_steps))
         window = window_for(state.window, sources, self.sources)
-        guard = with_window(state.guard, step, self.config.train.window_steps)
+        guard = with_window(state.guard, int(checkpoint.name), self.config.train.window_steps)
         return state._replace(window=place_state(self.mesh, window), guard=place_state(self.mesh, guard))
 
     def _like(self, num_sources: int, window_steps: int) -> TrainState:

@@ -24,7 +24,7 @@ from curriculum.run_directory import RunDirectory, write_tokenizer
 from curriculum.train import fields
 from curriculum.train.averages import adopt_parts, set_aside_means_after
 from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints, bad_golds
-from curriculum.train.checkpoints.folder import Checkpoints
+from curriculum.train.checkpoints.folder import Checkpoints, baselines_in
 from curriculum.train.history import History
 from curriculum.train.processes.together import check_in_each, count, from_first, is_first
 from curriculum.train.results import Results
@@ -70,11 +70,10 @@ def state_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None) 
     """
     if resumed is None:
         return setup.states.first(), History.begin(setup), BadGolds()
-    step, folder, saved = resumed
+    _, folder, saved = resumed
     from_first(lambda: check_offsets(directory.path, saved["offsets"]))
-    source = Checkpoints(folder.parent)
-    state = setup.states.restored(source, step, tuple(saved["sources"]), saved["window_steps"])
-    history = History.of(saved, source.baselines(step))
+    state = setup.states.restored(folder, tuple(saved["sources"]), saved["window_steps"])
+    history = History.of(saved, baselines_in(folder))
     lost, damaged = from_first(lambda: bad_golds(directory, resumed))
     bad = BadGolds(dict(lost), damaged)
     gold = history.gold.without(bad.lost).minimising(setup.config.evalsets.gold.minimise)

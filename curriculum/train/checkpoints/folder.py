@@ -226,28 +226,6 @@ class Checkpoints:
                     del self._writer
                     self._drop_partial()
 
-    def baselines(self, step: int) -> dict[str, np.ndarray]:
-        """The `baselines` given to `save`, on the host."""
-        saved = load_params(self._folder(step) / "baselines")
-        return {name: np.asarray(nats_BN) for name, nats_BN in saved.items()}
-
-    def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a step, with the placement of `like`: arrays, or jax.ShapeDtypeStruct.
-
-        It may have been saved from another mesh: each device reads its own part. If `like` has a moving average and
-        the checkpoint has none, the average begins with the parameters. Raises InputError if the checkpoint cannot be
-        read, or if an array has another shape or type than in `like`.
-        """
-        folder = self._folder(step)
-        params = load_params(folder / "params", like.params)
-        rest = load_params(folder / "train", beside_params(like))
-        ema = None
-        if like.ema is not None:
-            has_average = together.from_first((folder / _EMA).is_dir)
-            ema = load_params(folder / (_EMA if has_average else "params"), like.params)
-        saved_step = placed(np.int32(step), like.step.sharding)
-        return TrainState(params=params, step=saved_step, ema=ema, **rest)
-
     def set_aside_after(self, step: int) -> None:
         """Move the steps after `step`, and what is named like a step but is no checkpoint, to `superseded/`.
 
@@ -311,11 +289,26 @@ class Checkpoints:
         sync(self.directory)
         _remove(gone)
 
-    def _folder(self, step: int) -> Path:
-        if step not in (steps := together.from_first(self.steps)):
-            there = ", ".join(map(str, steps)) or "none"
-            raise InputError(f"{self.directory}: no checkpoint of step {step}; available: {there}")
-        return self.directory / str(step)
+
+def restore(folder: Path, like: TrainState) -> TrainState:
+    """The state in a checkpoint's folder, with the placement of `like`: arrays, or jax.ShapeDtypeStruct.
+
+    It may have been saved from another mesh: each device reads its own part. If `like` has a moving average and the
+    checkpoint has none, the average begins with the parameters. Raises InputError if the checkpoint cannot be read, or
+    if an array has another shape or type than in `like`.
+    """
+    params = load_params(folder / "params", like.params)
+    rest = load_params(folder / "train", beside_params(like))
+    ema = None
+    if like.ema is not None:
+        has_average = together.from_first((folder / _EMA).is_dir)
+        ema = load_params(folder / (_EMA if has_average else "params"), like.params)
+    return TrainState(params=params, step=placed(np.int32(int(folder.name)), like.step.sharding), ema=ema, **rest)
+
+
+def baselines_in(folder: Path) -> dict[str, np.ndarray]:
+    """The `baselines` of a checkpoint as they were given to `save`, on the host."""
+    return {name: np.asarray(nats_BN) for name, nats_BN in load_params(folder / "baselines").items()}
 
 
 def cannot_be_saved(folder: Path, error: OSError) -> InputError:
