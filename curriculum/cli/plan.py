@@ -209,11 +209,11 @@ def _memory(memory: dict[str, Any], several: bool) -> str:
     total = memory["total"]
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
     digits = 1 if total < 100 * unit_bytes else 0
-    named = {**memory, "parameters": memory["params"]}
-    names = ["parameters" if part.name == "params" else part.name for part in fields(MemoryEstimate)]
+    titles = {"params": "parameters"}
+    sizes = {titles.get(part.name, part.name): memory[part.name] for part in fields(MemoryEstimate)}
     smallest_bytes = unit_bytes / 10**digits / 2
-    shown = {name: named[name] for name in names if named[name] > smallest_bytes}
-    other = sum(named[name] for name in names) - sum(shown.values())
+    shown = {name: size for name, size in sizes.items() if size > smallest_bytes}
+    other = sum(sizes.values()) - sum(shown.values())
     if other > smallest_bytes:
         shown["other"] = other
     parts = " + ".join(f"{name} {size / unit_bytes:,.{digits}f}" for name, size in shown.items())
