@@ -64,8 +64,6 @@ class UpdateKnobs(NamedTuple):
 
 _SAMPLED = 0x5A3D1ED  # folded into a row's key to sample targets from the model
 
-TrainStep = Callable[..., TrainState]
-
 
 def init_state(
     params: Params,
@@ -103,7 +101,7 @@ def make_train_step(
     skip_updates: SkipUpdates | None = SkipUpdates(),  # noqa: B008
     diverged_after: int = 128,
     mesh: Mesh | None = None,
-) -> TrainStep:
+) -> Callable[..., TrainState]:
     """Make train_step(state, batch, lr, judged_from=0, seed=0, frozen=None) -> state, to be jitted, its state donated.
 
     The function is pure. Its loss is the mean nats over the valid tokens of the whole batch, however many micro-steps
