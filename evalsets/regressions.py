@@ -26,7 +26,7 @@ OK, WARNED, REGRESSED = range(3)
 NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU = 3
-_UNMEASURED, _PRIOR_NU = 2.0, 10  # what jitter is taken to be beforehand, in typical item errors, and how firmly
+_UNMEASURED, _PRIOR_NU = 2.0, 7  # what jitter is taken to be beforehand, in typical item errors, and how firmly
 _CHANCE, _BENT = 1e-4, 2.0  # tail of the bounds by which two measures of the jitter are compared, and how
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 

@@ -87,7 +87,7 @@ def test_runs_in_which_checkpoints_scatter_more_than_documents(rho, item_error, 
     assert alarmed_share(rng, 1000, rho, tolerance, item_error=item_error, jitter=0.02) <= at_most
 
 
-@pytest.mark.parametrize(("tolerance", "at_most"), [(0.01, 0.35), (0.02, 0.07), (0.03, 0.02)])
+@pytest.mark.parametrize(("tolerance", "at_most"), [(0.01, 0.2), (0.02, 0.04), (0.03, 0.02)])
 def test_sets_so_large_that_their_scatter_is_not_known_at_first(tolerance, at_most):
     """What docs/evals.md says of them: a document error of 0.001 beside a scatter of 0.009."""
     rng = np.random.default_rng([9, int(100 * tolerance)])
@@ -143,7 +143,7 @@ def test_runs_in_which_nothing_gets_worse(rho, tolerance):
 
 @pytest.mark.parametrize(
     ("jitter", "fall", "at_least"),
-    [(0.005, 0.0, 0.85), (0.01, 0.0, 0.75), (0.005, 0.5, 0.7), (0.01, 0.5, 0.55)],  # of a fall by 0.5 it turns
+    [(0.005, 0.0, 0.7), (0.01, 0.0, 0.6), (0.005, 0.5, 0.35), (0.01, 0.5, 0.35)],  # after a fall by 0.5 it turns
 )
 def test_a_steep_rise_amid_the_phase_of_a_run_of_twenty_evals_is_found_by_the_fourth(jitter, fall, at_least):
     """It bends the curve that the scatter is measured about, of which few evals are known."""
