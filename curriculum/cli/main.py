@@ -26,7 +26,7 @@ _TAKES_LESS = (
 )
 _JAX_VARIABLE = re.compile(r"for (?:JAX flag|environment) '?(jax_\w+)", re.IGNORECASE)  # in what jax raises
 _LONGEST_LINE = 900  # characters of a message
-_COMMANDS = {  # each in the module of its name, with _ for -
+_COMMANDS = {  # each in the module of its name
     "train": "Train a run through its phases, or continue one.",
     "plan": "Show what each phase reads and when, before training.",
     "prepare": "Turn text into token stores.",
@@ -50,7 +50,7 @@ class _LazyGroup(click.Group):
         if name not in _COMMANDS:
             return None
         with lasting():
-            module = importlib.import_module(f"curriculum.cli.{name.replace('-', '_')}")
+            module = importlib.import_module(f"curriculum.cli.{name}")
         return module.command
 
     def format_commands(self, ctx, formatter):
