@@ -750,7 +750,8 @@ def test_a_checkpoint_whose_loss_is_not_finite_is_not_to_be_deployed(tmp_path, v
 
 def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     def pieces(*spans):
-        return [{"piece": {"start": start, "first": first, "last": last}} for start, first, last in spans]
+        names = ("start", "first", "last", "shape")
+        return [{"piece": dict(zip(names, span, strict=False))} for span in spans]
 
     def told(*spans):
         begun = {**start(), "plan": {**PLAN, "learning_rate": pieces((0, 0.0, 1.0), *spans)}}
@@ -765,6 +766,7 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     assert told((10, 1.0, 1.0)) == ["75000: latest train.steps"]
     before = "60000, before the rate's decay: 60000 train.steps"
     assert told((10, 1.0, 1.0), (60000, 1.0, 0.1)) == [before]
+    assert told((10, 1.0, 0.1, "inverse_sqrt")) == ["75000: latest train.steps"]  # its rate goes on as it was
     rises = "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
     assert told((10, 1.0, 0.1)) == ["75000: latest train.steps", rises]
 

@@ -538,3 +538,13 @@ def test_what_replay_does_about_an_alarm(tmp_path, done, standing, newly, loss, 
         assert (edit["mixture_before"], edit["mixture_after"]) == ({"web": 0.5, "law": 0.5}, {"web": 0.25, "law": 0.75})
     else:
         assert edits == []
+
+
+def test_an_action_without_a_consequence_is_no_replay():
+    """As one that was added to the config's section alone would be."""
+    regression = SimpleNamespace(action="page")
+    config = SimpleNamespace(evalsets=SimpleNamespace(regression=regression))
+    course = SimpleNamespace(of_trunk=lambda done: None, total_steps=12, phase_ends=(6, 12))
+    run = SimpleNamespace(setup=SimpleNamespace(config=config, course=course), history=History("now", "a"))
+    with pytest.raises(ValueError, match="no such action: 'page'"):
+        _act(run, 3, Evaluated({}, {}, [], {}, [], {}, [], []))
