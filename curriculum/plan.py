@@ -113,8 +113,9 @@ def plan_of(
     """
     epochs_of = sizes.tokens_per_epoch
     model = None
-    if config.model is not None and sizes.tokenizer is not None:
-        vocab_size = sizes.tokenizer.vocab_size
+    # A tokenizer that is trained has the size that the config gives it, or is refused.
+    vocab_size = config.tokenizer.vocab_size if sizes.tokenizer is None else sizes.tokenizer.vocab_size
+    if config.model is not None and vocab_size is not None:
         if problems := model_problems(config.model, vocab_size):
             raise config.error((f"model.{key}", message) for key, message in problems)
         model = resolved_model(config, vocab_size)

@@ -430,6 +430,16 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     assert memory["activations"] - firm["activations"] == 40 * 128 * 9 * (1 + 4)
 
 
+def test_a_tokenizer_that_is_to_be_trained_has_the_size_that_it_is_given(tmp_path):
+    """Exactly: one whose text yields fewer ids is an error. So the model is known before anything is prepared."""
+    config = config_of(tmp_path, tokenizer={"kind": "bpe", "vocab_size": 260})
+    before = plan(config, store_dir=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    load_corpus(config, tmp_path / "store")
+    after = plan(config, store_dir=tmp_path / "store")
+    assert before.num_parameters == after.num_parameters > 0 and before.memory == after.memory
+
+
 def test_memory_in_the_table(tmp_path):
     learned = plan(config_of(tmp_path, tokenizer={"kind": "char"}), store_dir=tmp_path / "store")
     assert learned.memory is None and table(learned)[2] == (
