@@ -59,7 +59,7 @@ def _until_the_end(
     def fail(key, message):
         raise ScheduleError([(key, message)])
 
-    if goal and segment.cursors[goal.source] >= goal.tokens:
+    if goal and segment.cursors_at(segment.start)[goal.source] >= goal.tokens:
         message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
         fail(f"{path}.until", f"{message}; ends must increase from phase to phase")
     segments: list[Segment] = []
@@ -137,6 +137,9 @@ def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> 
             for name, cap in caps.items()
         ]
     )
+    # What this order of data has read of a source by the segment's start stays, be it above a cap that was lowered.
+    read_S = segment.quotas.counts(segment.position(segment.start)) * segment.seq_len
+    room_S = np.maximum(room_S, read_S)
 
     def exceeded(steps):  # by step and source
         return segment.quotas.counts(segment.position(steps)) * segment.seq_len > room_S

@@ -222,6 +222,22 @@ def test_a_source_at_its_cap_leaves_the_raised_mixture():
         raised(edit.schedule, 70, "new", supplies=supplies)
 
 
+@pytest.mark.parametrize("epochs", [0.1, 1])
+def test_a_cap_below_what_is_read_already_takes_the_source_out_from_here_on(epochs):
+    """Whatever this order of data had read of it before: the past stays, and its last step is not trained again."""
+    supplies = {**SUPPLIES, "new": SourceSupply(96, 4, "renormalise")}
+    edit = raised(resolved(supplies=supplies), 60, "new", factor=50.0, supplies=supplies)
+    under_way = edit.schedule.segment_at(66)
+    assert (under_way.start, under_way.end) == (60, 76) and under_way.read_by(66)["new"] == 144
+    lowered = curriculum_of(supplies={**SUPPLIES, "new": SourceSupply(96, epochs, "renormalise")})
+    past = cut(edit.schedule.segments, 66)
+    again = resolve(lowered, past=past, going_on=under_way.continued(66))
+    assert again.segments[: len(past)] == past
+    assert [(s.start, s.end) for s in again.segments[len(past) :]] == [(66, 80), (80, 120)]
+    assert "new" not in again.segments[len(past)].mixture and again.tokens(120) == 120 * BATCH * LENGTH
+    check_counts(again)
+
+
 def test_a_run_that_a_source_stops_ends_where_it_did_and_with_the_raised_share():
     """At 1 of 50 sequences law lasts for about 8 steps each; a batch later it would be read beyond its cap."""
     phases, lr, accepted = (Phase("a", "end", {"law": 0.02, "web": 0.98}),), LrSchedule(schedule="constant"), []
