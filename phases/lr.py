@@ -62,7 +62,7 @@ class LrPiece:
     """From update `start` on, the rate moves from `first` to `last` within `steps` updates, and then stays.
 
     A piece holds until the next one starts. Its k-th update (from 1) has moved k / steps of the way; with inverse_sqrt
-    it is 1 / rate^2 that moves, linearly.
+    update n (from 1) of the run has the rate first * sqrt(start / n), whatever `steps` is.
     """
 
     start: int
@@ -89,7 +89,7 @@ def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
         here = index == i
         done = np.minimum((steps[here] - piece.start + 1) / piece.steps, 1.0)
         if piece.shape == "inverse_sqrt":
-            between = piece.first / np.sqrt(1 + done * ((piece.first / piece.last) ** 2 - 1))
+            between = piece.first * np.sqrt(piece.start / (steps[here] + 1))
         else:
             between = piece.first + (piece.last - piece.first) * shaped(done, piece.shape)
         rates[here] = np.where(done == 1.0, piece.last, between)

@@ -42,6 +42,11 @@ def test_inverse_sqrt_whatever_the_length(total):
     phases = [(0, 6, None), (6, 8, LrProgram(peak=1.0)), (8, total, None)]
     after, _ = rates(LrSchedule(lr=2.0, schedule="inverse_sqrt"), phases, warmup=4)
     assert np.allclose(after[6:], [1, 1, *(math.sqrt(8 / n) for n in range(9, total + 1))])
+    longer, _ = rates(LrSchedule(lr=2.0, schedule="inverse_sqrt"), [(0, 101, None)], warmup=4)
+    assert got.tolist() == longer[:total].tolist()  # to the bit: a run that is extended goes on as it was
+    phases, decayed = [(0, 6, None), (6, 8, LrProgram(decay_to_ratio=0.0)), (8, total, None)], [(0, 0), (0, 2), (0, 0)]
+    after, _ = rates(LrSchedule(lr=2.0, schedule="inverse_sqrt"), phases, 4, program_steps=decayed)
+    assert after[6] > 0 and after[7:].tolist() == [0.0] * (total - 7)
 
 
 def test_one_minus_sqrt():
