@@ -73,29 +73,19 @@ def _walk_one(value: int, size: int, half_bits: int, keys_R: list[int]) -> int:
 
 
 def _encipher(values_N: np.ndarray, half_bits_N: np.ndarray, keys_RN: np.ndarray) -> np.ndarray:
-    """One pass through the network: the left and right halves change places at each round.
-
-    It writes in place, to be fast for the few rows of one batch as well as for those of many.
-    """
-    left_N, right_N = values_N >> half_bits_N, values_N & (mask_N := (np.uint64(1) << half_bits_N) - np.uint64(1))
-    mixed_N, scratch_N = np.empty_like(left_N), np.empty_like(left_N)
+    """One pass through the network: the left and right halves change places at each round."""
+    mask_N = (np.uint64(1) << half_bits_N) - np.uint64(1)
+    left_N, right_N = values_N >> half_bits_N, values_N & mask_N
     for key_N in keys_RN:
-        np.bitwise_xor(right_N, key_N, out=mixed_N)
-        _mix(mixed_N, mixed_N, scratch_N)
-        np.bitwise_and(mixed_N, mask_N, out=mixed_N)
-        np.bitwise_xor(left_N, mixed_N, out=left_N)
-        left_N, right_N = right_N, left_N
-    return np.bitwise_or(np.left_shift(left_N, half_bits_N, out=left_N), right_N, out=left_N)
+        left_N, right_N = right_N, left_N ^ (_mix(right_N ^ key_N) & mask_N)
+    return left_N << half_bits_N | right_N
 
 
-def _mix(x: np.ndarray, out: np.ndarray | None = None, scratch: np.ndarray | None = None) -> np.ndarray:
+def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit.
 
-    Takes arrays, whose products overflow without a warning, as they should. `out` may be `x`.
+    Takes arrays, whose products overflow without a warning, as they should.
     """
-    scratch = np.right_shift(x, np.uint64(30), out=scratch)
-    out = np.bitwise_xor(x, scratch, out=out)
-    np.multiply(out, np.uint64(_FACTOR_1), out=out)
-    np.bitwise_xor(out, np.right_shift(out, np.uint64(27), out=scratch), out=out)
-    np.multiply(out, np.uint64(_FACTOR_2), out=out)
-    return np.bitwise_xor(out, np.right_shift(out, np.uint64(31), out=scratch), out=out)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FACTOR_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTOR_2)
+    return x ^ (x >> np.uint64(31))
