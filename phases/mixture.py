@@ -190,13 +190,7 @@ def _tree(shares: bytes, num_points: int):
         worst_N[joined_N], worst_N[slot] = np.inf, np.inf
         return worst_N
 
-    cost_NN, sum_NN = np.zeros((2, num_sources, num_sources))
-    for share_S in shares_XS:  # `join_costs` of single leaves, all at once
-        pair_NN = share_S[:, None] + share_S
-        cost_NN = np.maximum(cost_NN, 1 + np.maximum(share_S[:, None], share_S) / _divisor(pair_NN))
-        sum_NN = np.maximum(sum_NN, pair_NN)
-    cost_NN += 2 * sum_NN
-    np.fill_diagonal(cost_NN, np.inf)
+    cost_NN = np.stack([join_costs(slot) for slot in range(num_sources)])
     nearest_N = cost_NN.argmin(1)
     least_N = cost_NN.min(1)
     for _ in range(num_sources - 1):
