@@ -126,23 +126,16 @@ def train_built(
                 run = Running(setup, directory, record, checkpoints, best, state, history)
                 on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
                 try:
-                    return _train(run, step, on, stop)
+                    worse = _begin(run, step, on)
+                    run.stop = stop
+                    decide_gold(run, step or 0)
+                    return _loop(run, step or 0, worse)
                 except GoingBack as going:
                     rollback = going.rollback
             del run, state  # frees the memory before another state is restored
             resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
             with taking_up.writable(directory):
                 from_first(partial(going_back.write, setup, directory, resumed, rollback))
-
-
-def _train(
-    run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]], stop: StopSignals
-) -> dict[str, Any]:
-    """Train from the beginning, or from `resumed_step`, to the end; `resumption` is as in `_begin`."""
-    first, worse = resumed_step or 0, _begin(run, resumed_step, resumption)
-    run.stop = stop
-    decide_gold(run, first)
-    return _loop(run, first, worse)
 
 
 def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]]) -> Sequence[str]:
