@@ -440,6 +440,19 @@ def test_a_tokenizer_that_is_to_be_trained_has_the_size_that_it_is_given(tmp_pat
     assert before.num_parameters == after.num_parameters > 0 and before.memory == after.memory
 
 
+@pytest.mark.parametrize("share", ["3%", "10%"])
+def test_a_set_that_is_one_long_document_counts_whole_whatever_its_max_sequences(tmp_path, share):
+    """The tail of a source with few documents is one, of which nothing is cut."""
+    (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": letter * 2999}) for letter in "abc"))
+    evalsets = {"primary": {"held_out_of": "books", "max_sequences": 2}, "seq_len": 20}
+    sources = {"books": {"path": str(tmp_path / "books.jsonl"), "held_out": share}}
+    phases = [{"name": "a", "until": "end", "mixture": {"books": 1}}]
+    config = config_of(tmp_path, sources=sources, phases=phases, evalsets=evalsets)
+    measured = load_corpus(config, tmp_path / "store").evalsets["primary"].num_windows * 20
+    tokens = find_sizes(config, tmp_path / "store").evalset_tokens["primary"]
+    assert measured > 4 * 20 and measured - 20 < tokens <= measured
+
+
 def test_memory_in_the_table(tmp_path):
     learned = plan(config_of(tmp_path, tokenizer={"kind": "char"}), store_dir=tmp_path / "store")
     assert learned.memory is None and table(learned)[2] == (
@@ -526,19 +539,20 @@ def test_the_evals_and_checkpoints_ahead_by_hand(tmp_path):
     assert "evals: 6 of val, half, few, own" in table(unknown)
     load_corpus(config, tmp_path / "store")
     p = plan(config, store_dir=tmp_path / "store")
-    # A tenth of 4,000 tokens, of which `few` has two windows at most; the set with a path has 300 letters and their end.
-    assert p.evals["tokens"] == 6 * 400 + 4 * 400 + 6 * 40 + 6 * 301
+    # A tenth of 4,000 tokens. `few` has two windows, but takes its first document whole. The set with a path has 300
+    # letters and their end.
+    assert p.evals["tokens"] == 6 * 400 + 4 * 400 + 6 * 100 + 6 * 301
     assert f"evals: 6 of val, half, few, own: up to {p.evals['tokens']:,} tokens in all" in table(p)
     # The moving average is measured at each of them but that at step 0, the mean of a phase at 50 and at 100.
     averaged = replace(config, averages=replace(config.averages, ema_decay=0.9, phase_mean=2))
     every = plan(averaged, store_dir=tmp_path / "store").evals["tokens"]
-    assert every - p.evals["tokens"] == (5 + 2) * 400 + (3 + 2) * 400 + (5 + 2) * 40 + (5 + 2) * 301
+    assert every - p.evals["tokens"] == (5 + 2) * 400 + (3 + 2) * 400 + (5 + 2) * 100 + (5 + 2) * 301
     # 8,000 tokens are trained on, each three times the work: here evals are a fifth of it.
     assert not any("the run's work" in warning for warning in p.warnings)
     costly = plan(replace(config, evalsets=replace(config.evalsets, every=2)), store_dir=tmp_path / "store")
-    assert 51 * 400 + 4 * 400 + 51 * 40 + 51 * 301 == 39_391
+    assert 51 * 400 + 4 * 400 + 51 * 100 + 51 * 301 == 42_451
     assert (
-        "evals score 39,391 tokens beside 8,000 that are trained on, about 62% of the run's work; raise "
+        "evals score 42,451 tokens beside 8,000 that are trained on, about 64% of the run's work; raise "
         "evalsets.every, or give large sets an every or a max_sequences of their own"
     ) in costly.warnings
     # At 40, 80 and 100: parameters and AdamW's two moments.

@@ -65,7 +65,7 @@ class Sizes:
 
     tokenizer: Tokenizer | None
     tokens_per_epoch: dict[str, int | None]
-    evalset_tokens: dict[str, int | None]  # at most, unless its first document alone exceeds `max_sequences`
+    evalset_tokens: dict[str, int | None]  # at most
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
 
@@ -235,7 +235,15 @@ def _evalset_tokens(config: Config, name: str, stores: Stores) -> int | None:
     num_tokens = store.facts.num_tokens
     if source.held_out_of is not None:
         num_tokens -= len(store.view(split.keep_N, split.cut))
-    return num_tokens if source.max_sequences is None else min(num_tokens, source.max_sequences * config.eval_seq_len)
+    if source.max_sequences is None:
+        return num_tokens
+    # No document is cut. The first by hash is measured whole, however long; the tail of a divided one may be it.
+    first, lengths_N = 0, store.document_tokens_N[documents := split.held_out]
+    if len(documents):
+        first = int(lengths_N[store.documents["hash"][documents][:, 0].argmin()])
+    if split.cut is not None:
+        first = max(first, num_tokens - int(lengths_N.sum()))
+    return min(num_tokens, max(first, source.max_sequences * config.eval_seq_len))
 
 
 def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) -> EvalSet:
