@@ -5,10 +5,13 @@ import os
 
 import numpy as np
 import pytest
+from hf_folders import write_folder
 
 from curriculum.config import build_config
+from curriculum.data.chat import CHATML
 from curriculum.data.corpus import find_sizes, load_corpus
 from curriculum.data.prepare import prepare_folder
+from curriculum.data.tokenizers.chat_template import chat_template
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.errors import InputError
@@ -313,6 +316,30 @@ def scored_text(evalset):
         targets = evalset.tokens_NT1[row, 1:][evalset.scored_NT[row]]
         found[evalset.document_N[row]] += bytes(targets.tolist())
     return [text.decode() for text in found]
+
+
+def test_a_chat_template_that_is_not_the_configs_is_warned_of(folder):
+    write_talks(folder / "talks.jsonl", [talk(i) for i in range(400)])
+    brought = write_folder("gpt2", folder / "brought")
+    about = (
+        "conversations are written as ChatML, not by the chat template that the tokenizer brings along; to train on "
+    )
+
+    def warned(**changes):
+        config = chat_config(tokenizer={"kind": "hf", "path": "brought"}, **changes)
+        sizes, corpus = find_sizes(config, folder / "store"), load_corpus(config, folder / "store")
+        found = [[warning for warning in one.warnings if about in warning] for one in (sizes, corpus)]
+        assert found[0] == found[1]
+        return len(found[0])
+
+    assert warned(chat={}) == 0  # it brings none
+    (brought / "chat_template.jinja").write_text("{{ messages }}")
+    assert warned(chat={}) == 1 and warned() == 0
+    (brought / "chat_template.jinja").write_bytes(b"\xff")
+    assert warned(chat={}) == 1
+    for chatml in (chat_template(CHATML, load_tokenizer(brought)), "{{ '<|im_start|>' + message['role'] }}"):
+        (brought / "chat_template.jinja").write_text(chatml)
+        assert warned(chat={}) == 0
 
 
 def test_an_eval_set_of_conversations_measures_answers(folder):

@@ -56,6 +56,7 @@ class ChatConfig:
 
 
 CHATML = ChatConfig()
+CHATML_TURN = "<|im_start|>"  # however a template of ChatML is written, it has this
 
 
 def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> list[Stretch]:

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from curriculum.config import Config
+from curriculum.data.chat import CHATML, CHATML_TURN
 from curriculum.data.config_stores import (
     Stores,
     divided_document,
@@ -28,6 +29,7 @@ from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_pa
 from curriculum.data.prepare import find_tokenizer, prepare_tokenizer
 from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
+from curriculum.data.tokenizers.chat_template import own_template
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
@@ -103,7 +105,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         warnings=(
             *_overlap_warnings(dropped),
             *size_warnings(config, evalsets),
-            *_text_warnings(config, stores),
+            *_text_warnings(config, stores, tokenizer),
         ),
     )
 
@@ -214,7 +216,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + _text_warnings(config, stores)
+    warnings = _overlap_warnings(dropped) + _text_warnings(config, stores, tokenizer)
     if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -316,10 +318,18 @@ def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ..
     )
 
 
-def _text_warnings(config: Config, stores: Stores) -> tuple[str, ...]:
+def _text_warnings(config: Config, stores: Stores, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     texts = _called(config.sources, own_sources(config))
     there = {place: source for place, source in texts.items() if not source.is_missing}
-    return empty_warnings(_called(stores.sources, stores.evalsets)) + file_warnings(there)
+    warnings = empty_warnings(_called(stores.sources, stores.evalsets)) + file_warnings(there)
+    has_turns = any(source.format == "messages" for source in texts.values())
+    if has_turns and config.chat == CHATML and tokenizer is not None:
+        if CHATML_TURN not in (own_template(tokenizer) or CHATML_TURN):
+            warnings += (
+                "conversations are written as ChatML, not by the chat template that the tokenizer brings along; to "
+                "train on its turns, write them into the section chat",
+            )
+    return warnings
 
 
 def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from curriculum.data.chat import ChatConfig
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -42,6 +43,16 @@ def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
     lines += ["{%- endif %}", "{%- endfor %}"]
     lines += ["{%- if add_generation_prompt %}", f"{{{{- {_quoted(chat.around('assistant')[0])} }}}}", "{%- endif %}"]
     return "\n".join(lines)
+
+
+def own_template(tokenizer: Tokenizer) -> str | None:
+    """The template that a tokenizer of Hugging Face brings along, if any."""
+    if tokenizer.hf is None:
+        return None
+    if (jinja := tokenizer.hf.files.get(TEMPLATE_NAME)) is not None:
+        return jinja.decode(errors="replace")
+    template = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}")).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _quoted(text: str) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.tokenizers.chat_template import chat_template
+from curriculum.data.tokenizers.chat_template import chat_template, own_template
 from curriculum.data.tokenizers.hf_definition import BLANK, DEFINITION_NAME, ParsedDefinition, byte_of, parts
-from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME
 from curriculum.data.tokenizers.hf_writer import hf_definition
 from curriculum.errors import InputError
 
@@ -98,7 +98,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
         unknown=parsed.unknown,
         add_bos=_adds_bos(tokenizer),
         add_space_prefix=bool(tokenizer.prefix),
-        chat_template=_own_template(tokenizer) if chat is None else chat_template(chat, tokenizer),
+        chat_template=own_template(tokenizer) if chat is None else chat_template(chat, tokenizer),
     )
 
 
@@ -195,12 +195,3 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"tokenizer: {DEFINITION_NAME}: post_processor: invalid ({error!r}); restore it") from error
     return False
-
-
-def _own_template(tokenizer: Tokenizer) -> str | None:
-    if tokenizer.hf is None:
-        return None
-    if (jinja := tokenizer.hf.files.get(TEMPLATE_NAME)) is not None:
-        return jinja.decode()
-    template = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}")).get("chat_template")
-    return template if isinstance(template, str) else None
