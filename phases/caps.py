@@ -59,11 +59,12 @@ def _until_the_end(
     def fail(key, message):
         raise ScheduleError([(key, message)])
 
-    if goal and segment.cursors_at(segment.start)[goal.source] >= goal.tokens:
+    if goal and segment.aligned().cursors[goal.source] >= goal.tokens:
         message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
         fail(f"{path}.until", f"{message}; ends must increase from phase to phase")
     segments: list[Segment] = []
     while True:
+        as_found, segment = segment, segment.aligned()
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
             end = first_above(segment, goal.source, goal.tokens - 1, step)
@@ -97,6 +98,7 @@ def _until_the_end(
                     "the batch size"
                 )
                 fail(f"sources.{name}.max_epochs", message)
+            exhausted[:] = [(at, other) for at, other in exhausted if at < step]  # else no update goes on without it
             why = f"the run stops at step {step}: {name} is limited to {supply.cap_text}"
             if over_by_rounding:
                 why += f", and the update that reaches {goal.text!r} would read more; with on_exhaust error or "
@@ -107,7 +109,8 @@ def _until_the_end(
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}, after max_epochs "
             fail(f"{path}.until", f"{message}{supply.max_epochs:g}; ask for fewer epochs or raise it")
         exhausted.append((step, name))
-        segment = _without(segment, name, step, path)
+        # Of a source that is taken out before the phase reads it, nothing is passed over.
+        segment = _without(as_found if step == segment.start else segment, name, step, path)
 
 
 def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, SourceSupply]) -> bool:

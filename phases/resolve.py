@@ -152,7 +152,7 @@ def _phase(
         start = under_way[0].start
         segment = _phase_under_way(declared, segment, under_way, before, supplies, warnings)
     if going_on is not None and going_on.phase == declared.phase.name:
-        segment = replace(going_on, **{key: getattr(new, key) for key in NOT_DATA}).aligned()
+        segment = replace(going_on, **{key: getattr(new, key) for key in NOT_DATA})
     if segment is None:
         inside, stopped = [], True
     else:
@@ -197,7 +197,7 @@ def _new_segment(
         batch_size=declared.batch_size,
         seq_len=declared.seq_len,
         **as_declared,
-    ).aligned()
+    )
 
 
 def _cursors_of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:

@@ -546,6 +546,42 @@ def test_a_share_that_is_less_than_a_float_holds_is_none():
     assert path == "phases[0].mixture" and "law is exhausted at step 20 and nothing else is in the mixture" in message
 
 
+def test_of_a_source_that_a_phase_never_reads_nothing_is_passed_over():
+    """It is exhausted before its first update, so that its cursor need not begin a longer sequence."""
+    supplies = {"web": SourceSupply(8000), "law": SourceSupply(800, 0.01, "renormalise")}  # 8 tokens
+    phases = [Phase("a", 1, {"law": 1.0}, seq_len=2), Phase("b", "end", {"web": 0.5, "law": 0.5})]
+    schedule = resolved(*phases, supplies=supplies)
+    assert [(s.phase, s.start, s.end) for s in schedule.segments] == [("a", 0, 1), ("b", 1, 100)]
+    assert schedule.segments[1].mixture == {"web": 1.0}
+    assert schedule.cursors_at(1) == {"web": 0, "law": 8} and schedule.cursors_at(100)["law"] == 8
+    assert schedule.passed_over(1) == {}
+
+
+def test_a_goal_that_rounding_up_alone_reaches_is_reached_before():
+    """78 of 80 tokens are read in sequences of 2; the next one of 10 begins at 80."""
+    supplies = {"web": SourceSupply(8000), "law": SourceSupply(80)}
+    phases = [
+        Phase("a", 10, {"web": 1.0}),
+        Phase("b", "1 epoch of law", {"law": 1.0}, seq_len=2),
+        Phase("c", "end", {"web": 1.0}),
+    ]
+    past = cut(resolved(*phases, supplies=supplies, batch=1).segments, 49)
+    assert past[-1].cursors_at(49)["law"] == 78
+    phases[1] = replace(phases[1], seq_len=10)
+    ((path, message),) = problems(*phases, supplies=supplies, batch=1, past=past)
+    assert path == "phases[1].until" and message.startswith(
+        "'1 epoch of law' is reached before step 49, where the phase starts"
+    )
+
+
+def test_a_phase_that_stops_at_once_does_not_go_on_without_a_source():
+    supplies = {"code": SourceSupply(400, 1, "renormalise"), "law": SourceSupply(400, 1, "stop")}
+    phases = [Phase("a", 20, {"law": 0.5, "code": 0.5}), Phase("b", "end", {"law": 0.2, "code": 0.8})]
+    schedule = resolved(*phases, supplies=supplies)
+    assert schedule.total_steps == 20
+    assert schedule.warnings == ("the run stops at step 20: law is limited to 1 epoch",)
+
+
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_renormalise_within_a_ramp_keeps_the_ratios_of_what_remains(shape):
     supplies = {name: SourceSupply(80_000) for name in ("web", "code", "law", "math")}

@@ -292,7 +292,7 @@ def gone_on(
     shape = {key: field_of(now, phase, key) for key in ("batch_size", "seq_len")}
     if shape == {key: getattr(segment, key) for key in shape}:
         return segment.continued(step)
-    return replace(segment.rest(step), **shape).aligned()
+    return replace(segment.rest(step), **shape)
 
 
 def _settled(contrast: Contrast) -> dict[str, int]:
