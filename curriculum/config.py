@@ -140,7 +140,10 @@ def load_config(
 
 
 def check_is_config(given: Any) -> None:
-    """Raise InputError for what is no Config, such as the path of its file."""
+    """Raise InputError for what is no Config, such as the path of its file, or one that was changed into a wrong one.
+
+    `dataclasses.replace` checks nothing, and a run could not read such a config back.
+    """
     if not isinstance(given, Config):
         got, call = f"a {type(given).__name__}", "load_config(PATH)"
         if isinstance(given, str | os.PathLike):
@@ -148,6 +151,15 @@ def check_is_config(given: Any) -> None:
         elif isinstance(given, Mapping):
             call = "build_config({...})"
         raise InputError(f"config: got {got}, expected a Config, as {call} gives it")
+    read_back = config_from_json(as_json := given.to_json(), "config")
+    try:
+        json.dumps(as_json)
+    except TypeError as error:  # a number of numpy, or a Path
+        raise InputError(f"config: {error}: give numbers and text of Python") from None
+    if changed := [f.name for f in sections() if getattr(given, f.name) != getattr(read_back, f.name)]:
+        got = {name: f"got a {type(getattr(given, name)).__name__}" for name in changed}
+        as_made = "expected what load_config or build_config makes of it"
+        raise InputError(*(f"config: {name}: {what}, {as_made}" for name, what in got.items()))
 
 
 def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
@@ -320,4 +332,4 @@ def _plain(value):
         return {field_key(f.name): _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

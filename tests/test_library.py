@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -340,6 +341,38 @@ def test_calls_with_what_is_no_config_are_refused(tmp_path, text_folder):
     with pytest.raises(InputError, match="^load_config: got a dict, expected the path of a file; build_config takes"):
         load_config(config_data(text_folder))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "told"),
+    [
+        ("optim", {"schedule": "linaer"}, 'config: optim.schedule: got "linaer", expected'),
+        ("checkpoint", {"keep": 0}, "config: checkpoint.keep: got 0, expected at least 1"),
+        ("train", {"batch_size": 8.0}, "config: train.batch_size: got 8.0, expected an integer: write 8"),
+        ("evalsets", {"every": 0}, "config: evalsets.every: got 0, expected at least 1"),
+        (
+            "train",
+            {"steps": np.int64(8)},
+            "config: Object of type int64 is not JSON serializable: give numbers and text of Python",
+        ),
+        ("optim", None, "config: optim: got a dict, expected what load_config or build_config makes of it"),
+        ("phases", list, "config: phases: got a list, expected what load_config or build_config makes of it"),
+    ],
+)
+def test_a_config_that_was_changed_into_a_wrong_one_is_refused(tmp_path, text_folder, section, changes, told):
+    """`replace` checks nothing, and the run could not read its own config back."""
+    config = build_config(config_data(text_folder))
+    now = getattr(config, section)
+    if isinstance(changes, dict):
+        wrong = replace(config, **{section: replace(now, **changes)})
+    else:
+        wrong = replace(config, **{section: config.to_json()[section] if changes is None else changes(now)})
+    for call in (plan, dry_run, lambda config: train(config, tmp_path / "run")):
+        with pytest.raises(InputError) as error:
+            call(wrong)
+        assert error.value.problems[0].startswith(told)
+    assert not (tmp_path / "run").exists()
+    plan(replace(config, train=replace(config.train, steps=11)))  # what is right is taken
 
 
 def test_a_run_without_a_model_is_refused(tmp_path, text_folder):
