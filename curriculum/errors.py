@@ -69,10 +69,17 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `name` was probably meant to be; None if none is similar."""
+    """The one of `known` that `name` was probably meant to be; None if none is similar.
+
+    That is one spelled almost alike, else the one that it is the last word of, such as dtype of compute_dtype, or else
+    one spelled somewhat alike.
+    """
     from difflib import get_close_matches  # only an error needs it
 
-    return next(iter(get_close_matches(name, list(known), 1)), None)
+    known = list(known)
+    longer = [other for other in known if other.endswith(f"_{name}")]
+    found = [*get_close_matches(name, known, 1, 0.8), *(longer if len(longer) == 1 else ())]
+    return next(iter(found or get_close_matches(name, known, 1)), None)
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:

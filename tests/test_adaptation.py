@@ -252,7 +252,12 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
     [
         ("", "got an empty path, expected a run, RUN/checkpoints/STEP, RUN/gold"),
         ("bas", "'bas' does not exist; did you mean 'base'? (paths are relative to the working folder)"),
-        ("far/away", "'far/away' does not exist (paths"),
+        ("base/away", "'base/away' does not exist (paths are relative to the working folder)"),
+        (
+            "far/away",
+            "'far/away' does not exist (paths are relative to the working folder); if it is a model of the hub, "
+            "download it first: hf download far/away --local-dir DIR",
+        ),
         ("base/config.resolved.json/x", "'base/config.resolved.json/x' does not exist (paths"),
         ("store", "'store' is neither a run nor a checkpoint of one; expected a run, RUN/checkpoints/STEP, RUN/gold"),
         ("base/checkpoints", "'base/checkpoints' is neither a run nor a checkpoint"),
@@ -641,10 +646,14 @@ def test_a_document_whose_tail_is_measured_is_known_to_a_base_that_read_all_of_i
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("model.gguf", "llama.cpp, which is not read"), ("model.json", "an export with --format safetensors")],
+    [
+        ("model.gguf", "llama.cpp, which is not read.*--format hf"),
+        ("model.json", "an export with --format safetensors.*--format hf"),
+        ("adapter_config.json", "holds adapters alone, which are not read; export the run with --merge"),
+    ],
 )
 def test_an_export_that_cannot_be_read_again_is_told_with_the_format_that_can(folder, name, said):
     Path("exported").mkdir()
     Path("exported", name).write_text("{}")
-    with pytest.raises(InputError, match=f"'exported' .*{said}.*--format hf"):
+    with pytest.raises(InputError, match=f"'exported' .*{said}"):
         adapted(init_from="exported")

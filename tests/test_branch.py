@@ -203,7 +203,7 @@ def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_pa
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     at = events.index(("schedule_edit", 16))
     assert events[at - 1 : at + 2] == [("checkpoint", 16), ("schedule_edit", 16), ("resume", 16)]
-    assert inspect_run(load_run(new))["progress"]["num_resumes"] == 0
+    assert inspect_run(new)["progress"]["num_resumes"] == 0
     config = load_config(new / "config.yaml", remembered=RunDirectory(new).command_line())
     train(config, new, resume=16, store_dir=folder / "store")  # the edit is of the checkpoint's record
     assert "warning" not in capsys.readouterr().out

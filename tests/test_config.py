@@ -99,6 +99,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("name: b", "name: a", "c.yaml:7:6: phases[1].name: 'a' is already the name of phases[0]"),
         ("until: 50%", "until: [5]", "c.yaml:6:15: phases[0].until: got [5], expected an integer or text"),
         ("ramp_steps: 5", "ramp: 5", "phases[1].ramp: no such key; did you mean 'ramp_steps' or 'ramp_shape'? (keys:"),
+        ("steps: 100", "accum: 100", "train.accum: no such key; did you mean 'grad_accum'?"),
         ("peak: 3e-4", "peek: 3e-4", "c.yaml:7:78: phases[1].lr.peek: no such key; did you mean 'peak'?"),
         ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
         ("held_out: 10%", "held_out: 110%", "c.yaml:3:24: sources.web.held_out: expected a share such as"),
@@ -241,6 +242,8 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert problems(GOOD, "phases.c.until=3") == [
         f"--set phases.c.until=3: phases has 2 entries (0 to 1), got 'c' (names: {load(GOOD).phases[0].name}, {second})"
     ]
+    one = GOOD.partition("phases:")[0] + "phases: [{name: all, until: end, mixture: {law: 1}}]\n"
+    assert "phases has 1 entry (0), got 'c' (names: all)" in problems(one, "phases.c.until=3")[0]
     assert "--set phases[0].until=3: phases has 0 entries, got '0'" in problems("phases: []\n", "phases[0].until=3")
     for override, message in [
         ("sources.web.held_out=50", 'expected a share such as "1%"'),

@@ -267,8 +267,11 @@ def test_an_encoding_that_cannot_be_fetched_says_what_to_do(monkeypatch, tmp_pat
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    with pytest.raises(InputError, match="could not fetch 'p50k_edit'.*TIKTOKEN_CACHE_DIR.*or give tokenizer.path"):
+    with pytest.raises(
+        InputError, match="could not fetch 'p50k_edit'.*TIKTOKEN_CACHE_DIR.*or give tokenizer.path"
+    ) as error:
         tiktoken_tokenizer("p50k_edit")
+    assert f", and TIKTOKEN_CACHE_DIR ({tmp_path}) does not hold it; it needs the network" in str(error.value)
 
 
 def test_an_unknown_encoding_is_refused_with_a_guess():

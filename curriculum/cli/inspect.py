@@ -17,7 +17,7 @@ def command(run, as_json):
 
     For a folder of runs: one line per run.
     """
-    from curriculum.run import load_run, runs_below
+    from curriculum.run import runs_below
     from curriculum.run_directory import RunDirectory
     from curriculum.views.inspection import inspect_run
     from curriculum.views.inspection_text import text
@@ -26,7 +26,7 @@ def command(run, as_json):
     if not RunDirectory(run).has_config and runs_below(run):
         facts, as_text = list_runs(run), runs_text
     else:
-        facts, as_text = inspect_run(load_run(run)), text
+        facts, as_text = inspect_run(run), text
     if as_json:
         print_json(facts)
     else:

@@ -180,9 +180,10 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
             elif is_number:
                 key = int(part)
             else:
-                indices = f" (0 to {len(here) - 1})" if here else ""
+                indices = f" (0 to {len(here) - 1})" if len(here) > 1 else " (0)" if here else ""
                 known = ", ".join(name for name in names if name is not None)
-                got = f"{dotted} has {len(here)} entries{indices}, got {part!r}"
+                entries = "1 entry" if len(here) == 1 else f"{len(here)} entries"
+                got = f"{dotted} has {entries}{indices}, got {part!r}"
                 raise InputError(f"{option}: {got}" + (f" (names: {known})" if known else ""))
             dotted = f"{dotted}[{key}]"
             named = names[key] is not None and names.count(names[key]) == 1 and not names[key].isdecimal()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -148,7 +149,10 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
             return Base(given, run, int(path.name), undamaged(run.path / path.parent.name / path.name, part=part))
         raise InputError(f"{given!r} is not a checkpoint of the run; available: {', '.join(map(str, steps)) or 'none'}")
     if not os.path.exists(path):
-        raise InputError(f"{given!r} {no_such_path(Path(os.path.expanduser(given)))}")
+        message = f"{given!r} {no_such_path(Path(os.path.expanduser(given)))}"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not path.parent.exists():  # such as a hub's OWNER/NAME
+            message += f"; if it is a model of the hub, download it first: hf download {given} --local-dir DIR"
+        raise InputError(message)
     if (run := _run_at(path, given)) is not None:
         return Base(given, run, *find_checkpoint(run, part=part))
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
@@ -156,6 +160,10 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
     if (path / "model.json").is_file() and not (path / HF_CONFIG).is_file():
         raise InputError(
             f"{given!r} is an export with --format safetensors, which is not read; export with --format hf"
+        )
+    if (path / "adapter_config.json").is_file() and not (path / HF_CONFIG).is_file():
+        raise InputError(
+            f"{given!r} holds adapters alone, which are not read; export the run with --merge, or begin from it"
         )
     if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
         return _hf_base(_as_given(path, given), given)

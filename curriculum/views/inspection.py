@@ -31,16 +31,17 @@ from curriculum.record.queries import (
     warned_sets,
 )
 from curriculum.record.sentences import skipped_counts, skipped_line, verdict
-from curriculum.run import Run
+from curriculum.run import Run, load_run
 from curriculum.run_directory import step_folders
 
 
-def inspect_run(run: Run) -> dict[str, Any]:
+def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     """Everything that `curriculum inspect` shows, as plain data (NaN and infinities as floats).
 
-    `problems` names files that only describe the run but cannot be read; the facts in them are left out. Raises
-    InputError while the record is empty.
+    `run`: one that is loaded, or its directory. `problems` names files that only describe the run but cannot be
+    read; the facts in them are left out. Raises InputError while the record is empty.
     """
+    run = run if isinstance(run, Run) else load_run(run)
     start, plan, events = run.start, run.plan, run.events
     path = run.directory.path
     row = last_row(path)

@@ -1,5 +1,6 @@
 """Where vocabularies come from: the characters of texts, byte pairs trained on them, published encodings."""
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -149,8 +150,10 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+        missing = f", and TIKTOKEN_CACHE_DIR ({folder}) does not hold it" if folder else ""
         raise InputError(
-            f"tokenizer.name: tiktoken could not fetch {name!r} ({type(error).__name__}); it needs the network"
+            f"tokenizer.name: tiktoken could not fetch {name!r} ({type(error).__name__}){missing}; it needs the network"
             " once. Without one, set TIKTOKEN_CACHE_DIR to a folder that was filled elsewhere by"
             f" `TIKTOKEN_CACHE_DIR=folder python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"`, or"
             " give tokenizer.path, a folder where a run or `curriculum prepare` saved it"
