@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from curriculum.train.device import (
     HOST_MEMORY_LIMIT,
     cache_compiled,
     card_names,
+    device_lines,
     gpu_lines,
     has_nvidia_driver,
     missing_flags,
@@ -159,6 +161,12 @@ def test_a_gpu_is_named_with_its_memory_and_what_was_set():
     one, hint = gpu_lines(1, "NVIDIA H200", None, [], "float32")
     assert one == "  devices    1 x NVIDIA H200"
     assert hint.strip().startswith("model.compute_dtype: bfloat16 takes less than half the time of float32")
+
+
+def test_a_tpu_is_named_without_what_is_true_of_gpus(monkeypatch):
+    chips = [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16e9})] * 4
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+    assert device_lines([], "float32") == ["  devices    4 x TPU v5 lite"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted as Linux does, malloc is glibc's")

@@ -274,6 +274,7 @@ def test_documents_stay_apart_in_every_attention(attention):
         ({"compute_dtype": "float16"}, "gpu", "plain"),  # no config can ask for it
         ({"compute_dtype": "bfloat16", "d_head": 12}, "gpu", "plain"),
         ({"compute_dtype": "bfloat16", "d_head": 256}, "gpu", "plain"),
+        ({"compute_dtype": "bfloat16"}, "tpu", "plain"),  # of 8 positions
         ({"compute_dtype": "bfloat16"}, "other", "plain"),
         ({"compute_dtype": "bfloat16", "attention": "xla"}, "gpu", "xla"),
     ],
@@ -296,11 +297,21 @@ def test_an_odd_number_of_positions_is_beyond_cudnn():
     assert [attention_of(config, "gpu", seq_len=length) for length in (7, 8)] == ["plain", "cudnn"]
 
 
+def test_on_a_tpu_flash_attention_takes_whole_registers_of_positions():
+    found = [attention_of(GROUPED, "tpu", seq_len=length) for length in (64, 127, 128, 640)]
+    assert found == ["plain", "plain", "splash", "splash"]
+    assert attention_of(GROUPED, "tpu", seq_len=128, heads_split=True) == "splash"
+    assert attention_of(GROUPED, "tpu", seq_len=64, heads_split=True) == "xla"
+    assert attention_of(replace(GROUPED, attention="deterministic"), "tpu", seq_len=128) == "splash"
+    assert attention_of(replace(GROUPED, attention="plain"), "tpu", seq_len=128) == "plain"
+
+
 @pytest.mark.parametrize(
     ("changed", "on", "expected"),
     [
         ({}, "cpu", "unrolled"),
         ({}, "gpu", "unrolled"),
+        ({}, "tpu", "unrolled"),
         ({}, "other", "scanned"),
         ({"no_rope_every": 2}, "other", "unrolled"),
         ({"no_rope_every": 2, "pos_encoding": "learned"}, "other", "scanned"),  # no layer turns positions
@@ -313,7 +324,7 @@ def test_layers_by_backend(changed, on, expected):
 
 
 def test_query_key_and_value_are_joined_on_a_cpu_unless_they_are_adapted_or_split():
-    assert [qkv_of(GROUPED, on) for on in ("cpu", "gpu", "other")] == ["joined", "apart", "apart"]
+    assert [qkv_of(GROUPED, on) for on in ("cpu", "gpu", "tpu", "other")] == ["joined", "apart", "apart", "apart"]
     assert qkv_of(replace(GROUPED, lora=LoraConfig(rank=2)), "cpu") == "apart"
     assert qkv_of(GROUPED, "cpu", heads_split=True) == "apart"
 

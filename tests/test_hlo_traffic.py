@@ -139,6 +139,42 @@ ENTRY"""
     assert found["moved"].num_bytes == 2 * 2 * 8 * 16 and "copy" not in found
 
 
+def test_a_loop_lasts_as_long_as_its_condition_says_where_the_compiler_says_nothing():
+    counted = """%condition (state: (s32[], f32[12,8,16])) -> pred[] {
+  %state = (s32[], f32[12,8,16]{2,1,0}) parameter(0)
+  %layer = s32[] get-tuple-element(%state), index=0
+  %end = s32[]{:T(128)} constant(7)
+  ROOT %more = pred[]{:T(512)} compare(%layer, %end), direction=LT
+}"""
+    start = PROGRAM.index("%condition (")
+    program = PROGRAM[:start] + counted + PROGRAM[PROGRAM.index("\n}", start) + 2 :]
+    told = {cost.instruction.name: cost.times for cost in hlo_traffic.costs(program)}
+    assert told["read"] == 12  # the compiler's own word
+    program = program.replace("known_trip_count", "induction")
+    assert {cost.instruction.name: cost.times for cost in hlo_traffic.costs(program)}["read"] == 7
+
+
+def test_cycles_are_summed_over_all_rounds_of_a_loop():
+    told = 'calls=%fused_slice, backend_config={"estimated_cycles":"50"}'
+    program = PROGRAM.replace("calls=%fused_slice", told).replace(
+        "calls=%fused_dot", 'calls=%fused_dot, backend_config={"estimated_cycles":"7"}'
+    )
+    command = "import sys, hlo_traffic, check_tpu_program; print(check_tpu_program.expected_cycles(hlo_traffic.costs(sys.stdin.read())))"
+    environment = os.environ | {"PYTHONPATH": f"{TOOLS}{os.pathsep}{TOOLS.parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", command], input=program, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"{12 * 50 + 7}\n", done.stderr
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler for TPUs is installed")
+def test_where_the_compiler_for_tpus_is_missing_the_tool_says_how_to_get_it():
+    command = [sys.executable, TOOLS / "check_tpu_program.py", "--preset", "tiny"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(TOOLS.parent)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is the compiler for TPUs installed? pip install 'jax[tpu]==" in done.stderr.splitlines()[-1]
+
+
 def test_a_loop_of_unknown_length_is_an_error():
     with pytest.raises(ValueError, match="loop: a loop of an unknown number of rounds"):
         hlo_traffic.costs(PROGRAM.replace("known_trip_count", "induction"))

@@ -129,11 +129,13 @@ def test_a_head_that_is_filled_up_gives_the_same_numbers(monkeypatch, num_ids):
     expected = numbers()
     for a, b in zip(jax.tree.leaves(expected[-1]), jax.tree.leaves(jax.grad(plainly)(params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
-    monkeypatch.setitem(BY_BACKEND, backend(), replace(BY_BACKEND[backend()], head_rows=16))
-    program = str(jax.make_jaxpr(partial(sum_nats, model))(params, INPUTS_BT, targets_BT, MASK_BT))
-    assert "f32[48,8]" in program  # 37 rows
-    for a, b in zip(jax.tree.leaves(numbers()), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    programs = []
+    for padding in ("sliced", "masked"):
+        monkeypatch.setitem(BY_BACKEND, backend(), replace(BY_BACKEND[backend()], head_rows=16, padding=padding))
+        programs.append(str(jax.make_jaxpr(partial(sum_nats, model))(params, INPUTS_BT, targets_BT, MASK_BT)))
+        for a, b in zip(jax.tree.leaves(numbers()), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert all("f32[48,8]" in program for program in programs) and programs[0] != programs[1]  # 37 rows
 
 
 def array_sizes(compiled) -> list[int]:

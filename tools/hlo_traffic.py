@@ -96,10 +96,7 @@ def _walk(computations: dict, name: str, times: int) -> Iterator[Cost]:
         if opcode in _FREE or opcode.endswith("-done"):
             continue
         if opcode == "while":
-            rounds = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
-            if rounds is None:
-                raise ValueError(f"{instruction.name}: a loop of an unknown number of rounds")
-            yield from _walk(computations, _called("body", attributes), times * int(rounds[1]))
+            yield from _walk(computations, _called("body", attributes), times * _rounds(instruction, computations))
         elif opcode == "conditional":
             branches = re.search(r"branch_computations=\{[^}]*%([\w.\-]+)\}", attributes)
             yield from _walk(computations, branches[1] if branches else _called("true_computation", attributes), times)
@@ -110,6 +107,17 @@ def _walk(computations: dict, name: str, times: int) -> Iterator[Cost]:
         else:
             flops, num_bytes = _flops(instruction, here, computations), _moved(instruction, here, computations)
             yield Cost(instruction, times, flops, num_bytes, 0)
+
+
+def _rounds(loop: Instruction, computations: dict) -> int:
+    """The number of rounds of a loop: the compiler's own word for it, or else the one number that its end is at."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known[1])
+    condition = computations[_called("condition", loop.attributes)].values()
+    ends = [one.argument for one in condition if one.opcode == "constant" and one.type.startswith("s32[]")]
+    if len(ends) != 1 or not any("direction=LT" in one.attributes for one in condition):
+        raise ValueError(f"{loop.name}: a loop of an unknown number of rounds")
+    return int(ends[0])
 
 
 def _called(attribute: str, attributes: str) -> str:

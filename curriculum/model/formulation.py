@@ -24,7 +24,7 @@ class Formulation:
 
     `attention`: `plain`, two batched products [B*J, G*t, K] x [B*J, S, K] with the softmax between them, for each of
     `query_blocks`; `xla`, jax.nn.dot_product_attention in its portable form; `cudnn`, NVIDIA's flash attention through
-    the same function.
+    the same function; `splash`, jax's flash attention for TPUs.
 
     `qkv`: query, key and value by one product with their three kernels side by side (`joined`), or by three (`apart`).
 
@@ -35,7 +35,7 @@ class Formulation:
     taken; `select` always computes it, and selects the old or the new of each array.
     """
 
-    attention: Literal["plain", "xla", "cudnn"]
+    attention: Literal["plain", "xla", "cudnn", "splash"]
     qkv: Literal["joined", "apart"]
     layers: Literal["unrolled", "scanned"]
     skip: Literal["branch", "select"]
@@ -43,6 +43,8 @@ class Formulation:
     """Tokens of a device whose logits are worked out at once, at least (`loss_positions`)."""
     head_rows: int
     """The loss fills the head up to a multiple of so many rows."""
+    padding: Literal["sliced", "masked"] = "sliced"
+    """How the loss's sums leave those rows out: by a slice, which is read in place, or by logits of -inf."""
 
 
 # With a small vocabulary, more than `loss_tokens` tokens at a time: as many as have this many logits.
@@ -65,6 +67,17 @@ BY_BACKEND = {
     "gpu": Formulation(
         attention="cudnn", qkv="apart", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128
     ),
+    # Chosen by what the compiler expects on a TPU v5e (tools/check_tpu_program.py), never run on one; docs/tpu.md has
+    # the figures. Padding that is cut off keeps it from taking the largest logit as the product writes them.
+    "tpu": Formulation(
+        attention="splash",
+        qkv="apart",
+        layers="unrolled",
+        skip="select",
+        loss_tokens=4096,
+        head_rows=128,
+        padding="masked",
+    ),
     # Nothing is known of these; a loop compiles in the time of one layer.
     "other": Formulation(
         attention="plain", qkv="apart", layers="scanned", skip="select", loss_tokens=4096, head_rows=128
@@ -74,7 +87,9 @@ BY_BACKEND = {
 # Of a block of queries of plain attention, and of a sequence.
 LEAST_QUERIES, MOST_BLOCKS = 64, 8
 CUDNN_LARGEST_HEAD, CUDNN_HEAD_STEP = 128, 8  # widths that it takes on every card
-CUDNN_LENGTH_STEP = 2  # jax refuses the gradient of others
+# The number of positions has to be a multiple of it: jax refuses the gradient of cuDNN's attention for odd ones, and a
+# TPU's registers have 128 lanes.
+LENGTH_STEPS = {"cudnn": 2, "splash": 128}
 
 
 def backend() -> str:
@@ -98,8 +113,8 @@ def attention_of(config: ModelConfig, backend: str, *, seq_len: int, heads_split
     if config.attention not in ("auto", "deterministic"):
         return config.attention
     chosen = BY_BACKEND[backend].attention
-    unfit = config.attention == "deterministic" or cudnn_problem(config) is not None or seq_len % CUDNN_LENGTH_STEP
-    if chosen == "cudnn" and unfit:
+    unfit = chosen == "cudnn" and (config.attention == "deterministic" or cudnn_problem(config) is not None)
+    if unfit or seq_len % LENGTH_STEPS.get(chosen, 1):
         chosen = "plain"
     return "xla" if chosen == "plain" and heads_split else chosen
 

@@ -111,16 +111,20 @@ def _sum_nats(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mas
 
 def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     dtype, V = features_BTD.dtype, kernel_VD.shape[0]
+    masked = BY_BACKEND[backend()].padding == "masked"
+    unmasked_ids = None if masked else num_ids
     low_VD, ids_V = kernel_VD.astype(dtype), jnp.arange(V)
 
     def chunk_step(dkernel_SVD, chunk):
         features_BtD, targets_Bt, mask_Bt = chunk
         logits_BtV = _logits(features_BtD, low_VD, None)
-        # One exponential for both the loss and its derivative, softmax - onehot. Sums leave padding out by a slice,
-        # which is read in place; the derivative stays as wide as the logits: to pad it a GPU took twice the time.
-        top_Bt1 = logits_BtV[..., :num_ids].max(axis=-1, keepdims=True)
+        if masked:
+            logits_BtV = _without_padding(logits_BtV, num_ids)
+        # One exponential for both the loss and its derivative, softmax - onehot. The derivative is as wide as the
+        # logits: to pad it a GPU took twice the time.
+        top_Bt1 = logits_BtV[..., :unmasked_ids].max(axis=-1, keepdims=True)
         exp_BtV = jnp.exp(logits_BtV - top_Bt1)
-        total_Bt1 = exp_BtV[..., :num_ids].sum(axis=-1, keepdims=True)
+        total_Bt1 = exp_BtV[..., :unmasked_ids].sum(axis=-1, keepdims=True)
         target_Bt1 = targets_Bt[..., None]
         nats_Bt = (jnp.log(total_Bt1) + top_Bt1 - jnp.take_along_axis(logits_BtV, target_Bt1, axis=-1))[..., 0]
         kept_BtV = mask_Bt[..., None] if num_ids is None else mask_Bt[..., None] & (ids_V < num_ids)

@@ -165,7 +165,7 @@ def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
 def _bytes_of_scores(model: ModelConfig, seq_len: int) -> int:
     """What one head keeps for the scores of a row. Here and below, `auto` attention is plain."""
     width_bytes = BYTES_OF[model.compute_dtype]
-    if model.attention == "cudnn":
+    if model.attention in ("cudnn", "splash"):
         return seq_len * FLOAT32_BYTES
     if model.attention == "xla":
         return seq_len**2 * (2 * FLOAT32_BYTES + width_bytes + 1) + seq_len * 2 * FLOAT32_BYTES
@@ -183,7 +183,7 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     | dots | block input, query, attention's out | key, value | up; swiglu: gate as well | |
     | none | query, mixed; input and output of each norm | key, value | up; swiglu: gate as well; \
     and the input of down | plain: exponentials; xla: exponentials and the scores' other branch (zeros) in float32, \
-    shares, and a byte for whether it is visible; cudnn: none |
+    shares, and a byte for whether it is visible; cudnn, splash: none |
 
     With none it also keeps small float32 numbers for each row of these arrays, dropout's mask and zeros, and in
     bfloat16 a copy of each weight, unless layers are scanned (their copy is `stacked`). With adapters, the output of a

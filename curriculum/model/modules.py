@@ -14,11 +14,12 @@ import numpy as np
 from flax import nnx
 
 from curriculum.model.attention import attend, causal_attention, flat
-from curriculum.model.formulation import attention_of, backend, layers_of, qkv_of
+from curriculum.model.formulation import LENGTH_STEPS, attention_of, backend, layers_of, qkv_of
 from curriculum.model.layers import MLP, head_norm, linear, norm, side_by_side
 from curriculum.model.model import Placement
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import rope_angles
+from curriculum.model.splash import splash_attention
 
 Cache = dict[str, tuple[jax.Array, jax.Array]]  # by block: its keys and its values, [B, J, S, K] in compute_dtype
 
@@ -222,7 +223,7 @@ class Attention(nnx.Module):
 
         attention = attention_of(self.config, backend(), seq_len=T, heads_split=placement.heads_split)
         if cache is None and attention != "plain":
-            mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows, placement)
+            mixed_BTHK = _library_attention(self.config, attention, query_BTHK, key_BTJK, value_BTJK, rows, placement)
             return self.out(mixed_BTHK.reshape(B * T, -1)), None
 
         query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G, T, K)
@@ -237,15 +238,36 @@ class Attention(nnx.Module):
         mixed_PGTK, *_ = attend(query_PGTK, key_PSK, value_PSK, rows.visible_BTS)
         return self.out(flat(mixed_PGTK, B)), cache
 
-    def _library_attention(
-        self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows, placement: Placement
-    ) -> jax.Array:
-        """mixed_BTHK by jax.nn.dot_product_attention.
 
-        Of several devices each calls cuDNN for itself. Left to the compiler, that call holds the address of a function
-        of the process, so that no later process finds the program in its cache; and it needs heads that split evenly.
-        """
-        apart, window = rows.positions_BT is not None, self.config.sliding_window
+def _library_attention(
+    config: ModelConfig,
+    name: str,
+    query_BTHK: jax.Array,
+    key_BTJK: jax.Array,
+    value_BTJK: jax.Array,
+    rows: Rows,
+    placement: Placement,
+) -> jax.Array:
+    """mixed_BTHK by jax.nn.dot_product_attention (`xla` and `cudnn`), or by `splash_attention`.
+
+    Of several devices each calls a flash attention for itself. Left to the compiler, cuDNN's call holds the address of
+    a function of the process, so that no later process finds the program in its cache; it needs heads that split
+    evenly; and a kernel for TPUs is not split at all.
+    """
+    apart, window = rows.positions_BT is not None, config.sliding_window
+    masks = []
+
+    if name == "splash":
+        if apart:  # where a token's document begins in its row
+            masks = [jnp.arange(query_BTHK.shape[1], dtype=jnp.int32) - rows.positions_BT]
+
+        def attend(query_BTHK, *others):
+            scaled_BTHK = query_BTHK * config.head_width**-0.5
+            return splash_attention(window, scaled_BTHK, *others, interpret=backend() != "tpu")
+
+    else:
+        if apart:  # documents: it differs from row to row
+            masks = [rows.visible_BTS[:, None]]
 
         def attend(query_BTHK, key_BTJK, value_BTJK, mask_B1TS=None):
             # Causal beside a mask as well: cuDNN then passes over what lies above the diagonal.
@@ -260,10 +282,9 @@ class Attention(nnx.Module):
                 implementation=name,
             )
 
-        if name == "cudnn":
-            attend = placement.on_each(attend, self.config.n_kv_head)
-        masks = [rows.visible_BTS[:, None]] if apart else []  # documents: it differs from row to row
-        return attend(query_BTHK, key_BTJK, value_BTJK, *masks)
+    if name in LENGTH_STEPS:
+        attend = placement.on_each(attend, config.n_kv_head)
+    return attend(query_BTHK, key_BTJK, value_BTJK, *masks)
 
 
 def _write(cache_BJSK: jax.Array, new_BJTK: jax.Array, starts_B: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ class ModelConfig:
     dropout: float = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
-    attention: Literal["auto", "deterministic", "plain", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "deterministic", "plain", "xla", "cudnn", "splash"] = "auto"
     layers: Literal["auto", "unrolled", "scanned"] = "auto"
 
     @property
@@ -202,11 +202,11 @@ class ModelSection:
     """What is kept for the backward pass: everything (none, the default), products with weights (dots), or only what
     enters a block (full)."""
     attention: Literal["auto", "plain", "xla", "cudnn"] | None = None
-    """How attention is computed: auto is NVIDIA's flash attention (cudnn) if it is possible, else plain, or xla if
-    mesh.tensor splits the heads."""
+    """How attention is computed: auto is flash attention if it is possible (cudnn on NVIDIA GPUs, jax's kernel on
+    TPUs), else plain, or xla if mesh.tensor splits the heads."""
     layers: Literal["auto", "unrolled", "scanned"] | None = None
-    """How layers are computed: one after another (unrolled) or in a loop (scanned); auto is unrolled on CPUs and NVIDIA
-    GPUs."""
+    """How layers are computed: one after another (unrolled) or in a loop (scanned); auto is unrolled on CPUs, NVIDIA
+    GPUs and TPUs."""
 
 
 PRESETS = {

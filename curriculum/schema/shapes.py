@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curriculum.model.formulation import CUDNN_LENGTH_STEP
+from curriculum.model.formulation import LENGTH_STEPS
 from curriculum.model.presets import ModelConfig, model_problems, resolve_model
 from curriculum.schema.mesh import uneven_rows
 from curriculum.schema.sections import TrainSection
@@ -99,8 +99,8 @@ def _check_positions(v):
             whose = f" for phases without their own ({', '.join(without)})" if without else ""
             yield path, f"got {length}{whose}, expected at most the model's max_seq_len ({model.max_seq_len})"
     for path, length in trained:
-        if length is not None and model.attention == "cudnn" and length % CUDNN_LENGTH_STEP:
-            expected = f"expected a multiple of {CUDNN_LENGTH_STEP} with model.attention cudnn"
+        if length is not None and length % (step := LENGTH_STEPS.get(model.attention, 1)):
+            expected = f"expected a multiple of {step} with model.attention {model.attention}"
             yield path, f"got {length}, {expected}; change it, or leave attention out for auto"
 
 

@@ -128,9 +128,11 @@ def device_lines(added: Sequence[str], compute_dtype: str | None = None, root: P
     import jax
 
     devices = jax.devices()
-    if devices[0].platform != "cpu":
+    if devices[0].platform == "gpu":
         stats = devices[0].memory_stats() or {}
         return gpu_lines(len(devices), devices[0].device_kind, stats.get("bytes_limit"), added, compute_dtype)
+    if devices[0].platform != "cpu":
+        return [f"  devices    {len(devices)} x {devices[0].device_kind}"]
     num, num_processes = len(devices), jax.process_count()
     what = "the CPU" if num == 1 else f"{num} simulated on the CPU"
     if num_processes > 1:
