@@ -11,7 +11,7 @@ import pytest
 from noisy import noisy_params
 
 from curriculum.model import formulation
-from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend
+from curriculum.model.formulation import BY_BACKEND, backend
 from curriculum.model.loss import _scores, sample_targets, score_targets, sum_nats
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
@@ -19,6 +19,7 @@ from curriculum.model.transformer import forward, head, transformer
 
 CONFIG = ModelConfig(vocab_size=37, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=16)
 B, T, V = 3, 7, CONFIG.vocab_size
+K = 128  # ids of a block
 RNG = np.random.default_rng(0)
 TOKENS_BT1 = RNG.integers(0, V, (B, T + 1)).astype(np.int32)
 INPUTS_BT, TARGETS_BT = TOKENS_BT1[:, :-1], TOKENS_BT1[:, 1:]
@@ -130,12 +131,13 @@ def test_a_head_that_is_filled_up_gives_the_same_numbers(monkeypatch, num_ids):
     for a, b in zip(jax.tree.leaves(expected[-1]), jax.tree.leaves(jax.grad(plainly)(params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
     programs = []
-    for padding in ("sliced", "masked"):
-        monkeypatch.setitem(BY_BACKEND, backend(), replace(BY_BACKEND[backend()], head_rows=16, padding=padding))
+    for padding, block_ids in (("sliced", K), ("sliced", None), ("masked", None), ("masked", K)):
+        changed = {"head_rows": 16, "padding": padding, "block_ids": block_ids}
+        monkeypatch.setitem(BY_BACKEND, backend(), replace(BY_BACKEND[backend()], **changed))
         programs.append(str(jax.make_jaxpr(partial(sum_nats, model))(params, INPUTS_BT, targets_BT, MASK_BT)))
         for a, b in zip(jax.tree.leaves(numbers()), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert all("f32[48,8]" in program for program in programs) and programs[0] != programs[1]  # 37 rows
+    assert all("f32[48,8]" in program for program in programs) and programs[0] != programs[2]  # 37 rows
 
 
 def array_sizes(compiled) -> list[int]:
@@ -183,7 +185,7 @@ def test_of_equally_likely_tokens_the_first_is_the_likeliest():
 
 @pytest.mark.parametrize(
     ("num_rows", "num_ids"),
-    [(4 * BLOCK_IDS, None), (4 * BLOCK_IDS, 3 * BLOCK_IDS - 5), (4 * BLOCK_IDS, BLOCK_IDS), (300, 290)],
+    [(4 * K, None), (4 * K, 3 * K - 5), (4 * K, K), (300, 290)],
 )
 def test_logits_reduced_by_blocks_give_what_all_at_once_give(num_rows, num_ids):
     """Ties within a block and between blocks included, and padding that is larger than any logit."""
@@ -196,13 +198,13 @@ def test_logits_reduced_by_blocks_give_what_all_at_once_give(num_rows, num_ids):
     first_BT = logits_BTV.argmax(-1)
     exact_BTV = logits_BTV.astype(np.float64)
     log_sum_BT = np.log(np.exp(exact_BTV).sum(-1))
-    for moved in (0, 1, BLOCK_IDS, -1):
+    for moved in (0, 1, K, -1):
         targets_BT = np.clip(first_BT + moved, 0, logits_BTV.shape[-1] - 1)
-        scores = jax.jit(_scores, static_argnums=(1, 3))(logits_BTW, num_ids, targets_BT, BLOCK_IDS)
+        scores = jax.jit(_scores, static_argnums=(1, 3))(logits_BTW, num_ids, targets_BT, K)
         np.testing.assert_array_equal(scores["correct"], targets_BT == first_BT)
         expected_BT = log_sum_BT - np.take_along_axis(exact_BTV, targets_BT[..., None], -1)[..., 0]
         np.testing.assert_allclose(scores["nats"], expected_BT, rtol=1e-6)
     last_BT = logits_BTV.shape[-1] - 1 - logits_BTV[..., ::-1].argmax(-1)
     assert (last_BT != first_BT).any() and (last_BT == first_BT).any()
-    scores = _scores(logits_BTW, num_ids, last_BT, BLOCK_IDS)
+    scores = _scores(logits_BTW, num_ids, last_BT, K)
     np.testing.assert_array_equal(scores["correct"], last_BT == first_BT)

@@ -4,12 +4,13 @@
     python tools/check_tpu_program.py --preset gpt2-124m --chip v5e --rows 8 --seq-len 1024
     python tools/check_tpu_program.py --preset llama-1b --chip v5p --mesh 1 4 1 --rows 16 --seq-len 2048 --remat dots
 
-The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, in the formulation for TPUs
-(curriculum/model/formulation.py; the options choose others). Beside most instructions the compiler writes how many
-cycles it expects them to take. `expected_ms` is their sum, a loop's once per round, at the clock at which it expects a
-large product to run at the rate of the data sheet. Of the kernels of flash attention it expects nothing: their products
-(`attention_ms`) are added at that rate. `mfu_expected` is the model FLOP utilisation in both together, by the FLOPs of
-tools/bench_step.py. Nothing is run: what the chip makes of it remains unknown.
+The update of `curriculum train` (AdamW, state donated), or with --eval the pass of an eval, is compiled from shapes
+alone, in the formulation for TPUs (curriculum/model/formulation.py; the options choose others). Beside most
+instructions the compiler writes how many cycles it expects them to take. `expected_ms` is their sum, a loop's once per
+round, at the clock at which it expects a large product to run at the rate of the data sheet. Of the kernels of flash
+attention it expects nothing: their products (`attention_ms`) are added at that rate. `mfu_expected` is the model FLOP
+utilisation in both together, by the FLOPs of tools/bench_step.py. Nothing is run: what the chip makes of it remains
+unknown.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_step import model_flops
-from check_scaling import collectives, compiled_update
+from check_scaling import collectives, compiled_eval, compiled_update
 from hlo_traffic import Cost, costs
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
@@ -98,11 +99,6 @@ def cycles_per_second(chip: Chip) -> float:
     return expected_cycles(costs(program)) / (2 * PRODUCT**3 / chip.flops)
 
 
-def attention_flops(config: ModelConfig, rows: int, seq_len: int) -> float:
-    """Of all layers' kernels: two products forward; backward four for keys and values, three for queries."""
-    return 9 * 2 * config.n_layer * rows * config.n_head * config.head_width * seq_len**2 / 2
-
-
 def measure(config: ModelConfig, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
     """The figures of an update, by name, and the cost of each instruction."""
     chip, sizes, num_tokens = CHIPS[options.chip], tuple(options.mesh), options.rows * options.seq_len
@@ -112,12 +108,16 @@ def measure(config: ModelConfig, options: argparse.Namespace) -> tuple[dict, lis
         AXES,
         axis_types=(AxisType.Auto,) * 3,
     )
-    choices = {name: getattr(options, name) for name in ("qkv", "skip", "loss_tokens", "head_rows", "padding")}
+    of_formulation = ("qkv", "skip", "loss_tokens", "head_rows", "padding", "block_ids")
+    choices = {name: getattr(options, name) for name in of_formulation}
     started = time.perf_counter()
     with as_on_a_tpu(**choices):
-        compiled = compiled_update(
-            config, mesh, options.rows, options.seq_len, options.grad_accum, options.document_mask
-        )
+        if options.eval:
+            compiled = compiled_eval(config, mesh, options.rows, options.seq_len)
+        else:
+            compiled = compiled_update(
+                config, mesh, options.rows, options.seq_len, options.grad_accum, options.document_mask
+            )
         attention = formulation.attention_of(config, "tpu", seq_len=options.seq_len, heads_split=sizes[2] > 1)
     compile_seconds = time.perf_counter() - started
     program, needed = compiled.as_text(), compiled.memory_analysis()
@@ -125,8 +125,10 @@ def measure(config: ModelConfig, options: argparse.Namespace) -> tuple[dict, lis
     seconds = expected_cycles(found) / cycles_per_second(chip)
     attention_s = 0.0
     if attention == "splash":
-        attention_s = attention_flops(config, options.rows, options.seq_len) / num_chips / chip.flops
-    flops = model_flops(config, num_tokens, options.seq_len) / num_chips
+        num_products = 2 if options.eval else 9  # backward four for keys and values, three for queries
+        of_product = 2 * config.n_layer * options.rows * config.n_head * config.head_width * options.seq_len**2 / 2
+        attention_s = num_products * of_product / num_chips / chip.flops
+    flops = model_flops(config, num_tokens, options.seq_len) / num_chips / (3 if options.eval else 1)
     report = {
         "preset": options.preset,
         "num_parameters": num_parameters(config),
@@ -166,6 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of the whole update")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--grad-accum", type=int, default=1)
+    parser.add_argument("--eval", action="store_true", help="an eval's way forward instead of an update")
     parser.add_argument("--num-layers", type=int, help="instead of the preset's: fewer compile sooner")
     parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
@@ -175,6 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--qkv", choices=("joined", "apart"))
     parser.add_argument("--skip", choices=("branch", "select"))
     parser.add_argument("--padding", choices=("sliced", "masked"))
+    parser.add_argument("--block-ids", type=int, help="ids whose logits an eval reduces at a time")
     parser.add_argument("--loss-tokens", type=int, help="tokens whose logits are computed at a time")
     parser.add_argument("--head-rows", type=int, help="the loss fills the head up to a multiple of so many rows")
     parser.add_argument("--most", type=int, default=0, help="how many kinds of instruction to list, the longest first")

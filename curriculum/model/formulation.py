@@ -43,22 +43,22 @@ class Formulation:
     """Tokens of a device whose logits are worked out at once, at least (`loss_positions`)."""
     head_rows: int
     """The loss fills the head up to a multiple of so many rows."""
+    block_ids: int | None = 128
+    """Evals fill the head up to blocks of so many ids, and reduce the logits block by block; None: all at once."""
     padding: Literal["sliced", "masked"] = "sliced"
     """How the loss's sums leave those rows out: by a slice, which is read in place, or by logits of -inf."""
 
 
 # With a small vocabulary, more than `loss_tokens` tokens at a time: as many as have this many logits.
 LOSS_LOGITS = 1 << 22
-# Evals fill the head up to blocks of so many ids, and reduce the logits block by block. On two cores an eval of `tiny`
-# then has 1.05 times its speed with 4,096 ids, 1.4 times with 50,257, and the same with 257 (tools/bench_eval.py).
-BLOCK_IDS = 128
 BY_BACKEND = {
     # Speeds relative to these choices, with two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83;
     # xla attention 1.03 and select 1.09, which is how much two equal runs differ there. With select the compiler copies
     # each moment: 84 copies in an update of 4 layers, with branch 10. Query, key and value apart: 0.97 to 0.99, with
     # 1.05 of the processor's time; no difference with 10.7M parameters. The loss of 2,048 tokens with D = 512, V =
     # 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x; recomputing logits in
-    # the backward pass 1.3x.
+    # the backward pass 1.3x. Block by block an eval of `tiny` has 1.05 times its speed with 4,096 ids, 1.4 times with
+    # 50,257, and the same with 257 (tools/bench_eval.py).
     "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Chosen by what the compiler makes of it for an H100 (tools/check_gpu_program.py), and run on an H200; docs/gpu.md
     # has the figures. What scanned layers keep for the backward pass is copied twice more; plain attention keeps its
@@ -76,6 +76,7 @@ BY_BACKEND = {
         skip="select",
         loss_tokens=4096,
         head_rows=128,
+        block_ids=None,
         padding="masked",
     ),
     # Nothing is known of these; a loop compiles in the time of one layer.

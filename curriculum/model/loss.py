@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend, loss_positions
+from curriculum.model.formulation import BY_BACKEND, backend, loss_positions
 from curriculum.model.model import Model, Params
 
 
@@ -25,16 +25,20 @@ def score_targets(model: Model, params: Params, inputs_BT: jax.Array, targets_BT
     Another one is summed over each window if `WindowResults` has a field for it.
     """
     features_BTD = model.forward(params, inputs_BT, None, None)
+    chosen = BY_BACKEND[backend()]
     # If the ids are split over devices, blocks would lie across them, and the logits be gathered.
-    block_ids = BLOCK_IDS if model.vocab_shards == 1 else None
+    block_ids = chosen.block_ids if model.vocab_shards == 1 else None
     if model.head is None:
         return _scores(features_BTD.astype(jnp.float32), model.num_ids, targets_BT, block_ids)
-    kernel_WD, num_ids = _head(model, params, max(block_ids or 1, BY_BACKEND[backend()].head_rows))
+    kernel_WD, num_ids = _head(model, params, max(block_ids or 1, chosen.head_rows))
     kernel_WD = kernel_WD.astype(features_BTD.dtype)
 
     def chunk_scores(chunk):
         features_BtD, targets_Bt = chunk
-        return _scores(_logits(features_BtD, kernel_WD, None), num_ids, targets_Bt, block_ids)
+        logits_BtW = _logits(features_BtD, kernel_WD, None)
+        if chosen.padding == "masked":
+            return _scores(_without_padding(logits_BtW, num_ids), None, targets_Bt, block_ids)
+        return _scores(logits_BtW, num_ids, targets_Bt, block_ids)
 
     return _by_chunk(chunk_scores, (features_BTD, targets_BT), kernel_WD, model.row_shards)
 
