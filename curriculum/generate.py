@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curriculum.data.chat import ChatConfig, render_question
 from curriculum.errors import InputError, check_several
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.sampling import Sampling
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's parameters and the generator that draws text with them."""
+    """A checkpoint's parameters and the generator that draws text with them; `chat` is the run's chat template."""
 
     step: int
     generator: Generator
     params: Any
     warnings: tuple[str, ...]
+    chat: ChatConfig
+
+    def asked(self, questions: Iterable[str], sampling: Sampling) -> tuple[list[str], Sampling]:
+        """Prompts and settings for answers to what users say: by the template, and up to where it closes an answer."""
+        close = self.chat.around("assistant")[1]
+        ends = [close.strip() or close] if close else []  # else with end-of-text alone
+        prompts = [render_question(question, self.chat) for question in questions]
+        return prompts, replace(sampling, stop=(*sampling.stop, *ends))
 
     def prompts(self, texts: Iterable[str]) -> list[Prompt]:
         """The texts as prompts. Raises InputError with every text that the tokenizer cannot represent."""
@@ -54,6 +63,7 @@ def generate(
     weights: str = "raw",
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
+    chat: bool = False,
     **settings: Any,
 ) -> list[Generation]:
     """Continue each prompt with a checkpoint of a run, in order. The run is only read.
@@ -61,7 +71,8 @@ def generate(
     `step` and `weights` are as for `export`, `settings` the fields of `curriculum.sampling.Sampling`. `make_model` is
     the one that the run was trained with, if any. A prompt is read as the beginning of a document, all of it ordinary
     text; an empty one leaves the beginning to the model. The same settings, seed, prompt and parameters give the same
-    text on the same machine, whatever the other prompts are; equal prompts have draws of their own.
+    text on the same machine, whatever the other prompts are; equal prompts have draws of their own. With `chat` a
+    prompt is what a user says: it is written by the run's chat template, and the text ends where an answer does.
 
     Raises InputError for a run, step, weights or settings that cannot be used, and for a prompt longer than the model's
     positions.
@@ -71,6 +82,8 @@ def generate(
     if problems := sampling.problems():
         raise InputError(*(f"{name}: {message}" for name, message in problems))
     loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir, make_model=make_model)
+    if chat:
+        prompts, sampling = loaded.asked(prompts, sampling)
     return loaded.generator.generate(loaded.params, loaded.prompts(prompts), sampling)
 
 
@@ -84,7 +97,8 @@ def load_generator(
     make_model: Callable[[int], Model] | None = None,
 ) -> Loaded:
     """Load a checkpoint onto the run's mesh or, if that does not fit, a copy onto each device; as for `generate`."""
-    saved = find_saved(run, load_run(run).config, step, weights, make_model, "generate")
+    config = load_run(run).config
+    saved = find_saved(run, config, step, weights, make_model, "generate")
 
     # Slow imports, after all checks that do without them.
     from curriculum.model.generate import Generator
@@ -94,7 +108,7 @@ def load_generator(
     trained = load_trained(saved, store_dir)
     warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each device holds all parameters",)
     generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
-    return Loaded(saved.step, generator, trained.params, warnings)
+    return Loaded(saved.step, generator, trained.params, warnings, config.chat)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:

@@ -605,6 +605,28 @@ def test_the_command(runs, tmp_path):
     assert "prompt 2: stopped at the model's last position (max_seq_len)" in long.stderr
 
 
+@pytest.mark.parametrize(
+    ("chat", "prompt", "ends"),
+    [
+        ({}, "<|im_start|>user\nhi {content}<|im_end|>\n<|im_start|>assistant\n", ("<|im_end|>",)),
+        ({"user": "U:{content}.", "assistant": "A:{content} "}, "U:hi {content}.A:", (" ",)),
+        ({"user": "{content}\n", "assistant": "{content}"}, "hi {content}\n", ()),
+    ],
+)
+def test_a_question_is_asked_by_the_template_and_answered_to_its_end(runs, tmp_path, chat, prompt, ends):
+    place, _ = runs
+    shutil.copytree(place / "with", tmp_path / "run")
+    resolved = json.loads((tmp_path / "run/config.resolved.json").read_text())
+    (tmp_path / "run/config.resolved.json").write_text(json.dumps(resolved | {"chat": resolved["chat"] | chat}))
+    settings = {"max_tokens": 40, "seed": 5, "store_dir": place / "store"}
+    (expected,) = generate(place / "with", [prompt], stop=(*ends, "zz"), **settings)
+    assert generate(tmp_path / "run", ["hi {content}"], chat=True, stop=("zz",), **settings) == [expected]
+    options = ("--max-tokens", "40", "--seed", "5", "--stop", "zz", "--store-dir", place / "store")
+    run = partial(command_line.run, tmp_path, "generate", "run", "--chat", "--prompt", "hi {content}", *options)
+    assert run().stdout == f"hi {{content}}\n{expected.text}\n"
+    assert json.loads(run("--json").stdout)["generations"] == [expected.to_json()]
+
+
 def test_what_is_wrong_with_a_command_is_told(runs, tmp_path):
     place, _ = runs
     run = partial(command_line.run, tmp_path, "generate")

@@ -49,21 +49,26 @@ from curriculum.sampling import Sampling
 )
 @click.option("--seed", type=int, default=Sampling.seed, show_default=True, help="The same seed gives the same text.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Prompts are what a user says: written by the run's chat template, and continued up to the end of the answer.",
+)
 @STEP
 @WEIGHTS
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, once all is generated.")
 @STORE_DIR
-def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **settings):
+def command(run, prompts, prompts_file, chat, step, weights, as_json, store_dir, **settings):
     """Continue prompts with a checkpoint of RUN, as a document that begins with them. RUN is only read."""
     try:
-        _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, Sampling(**settings))
+        _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_dir, Sampling(**settings))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of the pipe has closed it
         discard(sys.stdout)
 
 
-def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sampling):
+def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_dir, sampling):
     from curriculum.generate import load_generator, read_prompts
 
     problems = [f"--{name.replace('_', '-')}: {message}" for name, message in sampling.problems()]
@@ -83,14 +88,15 @@ def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sam
     for warning in loaded.warnings:
         click.echo(f"warning: {warning}", err=True)
     started = time.perf_counter()
-    pieces = loaded.stream(prompts, sampling)
+    given, sampling = loaded.asked(prompts, sampling) if chat else (prompts, sampling)
+    pieces = loaded.stream(given, sampling)
     if as_json:
         whole = {piece.index: piece.whole.to_json() for piece in pieces if piece.whole}
         told = {"run": str(run), "step": loaded.step, "weights": weights, "sampling": asdict(sampling)}
         told |= {"generations": [whole[index] for index in range(len(prompts))], "warnings": list(loaded.warnings)}
         print_json(told)
         return
-    generations, first_s = _show(pieces, prompts, started)
+    generations, first_s = _show(pieces, [f"{prompt}\n" for prompt in prompts] if chat else prompts, started)
     num_tokens, all_s = sum(len(generation.ids) for generation in generations), time.perf_counter() - started
     for number, generation in enumerate(generations, start=1):
         if generation.finished == "max_seq_len":

@@ -73,6 +73,12 @@ def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> lis
     return _joined(_turns(messages, key, chat))
 
 
+def render_question(content: str, chat: ChatConfig) -> str:
+    """A conversation of one turn of role user, up to where its answer begins."""
+    said = "".join(text for text, _ in render([{"role": "user", "content": content}], chat))
+    return said + chat.around("assistant")[0]
+
+
 def render_completion(prompt: str | list[dict], completion: str | list[dict], chat: ChatConfig) -> list[Stretch]:
     """A prompt and its completion as stretches, like those of `render`; nothing in the prompt is scored.
 
