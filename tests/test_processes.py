@@ -230,6 +230,7 @@ def test_a_dry_run_of_one_process_alone_is_refused(folder):
     assert (code, other) == (2, 2) and not (folder / "dry").exists()
     assert "error: process 1 has no as --dry-run, process 0 yes; start all processes with the same command" in text
     assert "error" not in silent
+    assert "process 0 says why this run of several processes ends" in silent.splitlines()
 
 
 @pytest.mark.slow

@@ -130,6 +130,8 @@ def run_command() -> None:
     try:
         sys.exit(cli(standalone_mode=False) or 0)
     except InputError as error:
+        if not error.problems:
+            tell("process 0 says why this run of several processes ends")
         _refuse(error.problems, error.details)
     except click.ClickException as error:
         error.show()
