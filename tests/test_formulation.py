@@ -222,6 +222,14 @@ def needs_nvidia(name):
     return pytest.param(name, marks=pytest.mark.skipif(no_card, reason="cuDNN computes on NVIDIA GPUs alone"))
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "adapters, full"])
+def test_a_tpus_attention_computes_what_the_plain_one_does(name):
+    """Interpreted, of 384 positions: with documents apart, a window, shared key heads and heads of odd widths."""
+    config, documents = CONFIGS[name]
+    plain = replace(config, n_layer=1, attention="plain", layers="unrolled", max_seq_len=64 * T)
+    assert_alike(plain, replace(plain, attention="splash"), documents, times=64)
+
+
 @pytest.mark.skipif(backend() != "gpu", reason="cuDNN computes on NVIDIA GPUs alone")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cudnns_attention_computes_what_the_plain_one_does(name):

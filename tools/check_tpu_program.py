@@ -45,6 +45,7 @@ from curriculum.train import step
 from curriculum.train.mesh import AXES
 
 PRODUCT = 8192  # rows and columns of the product that tells the clock
+PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # of each kernel of flash attention, whose scores are computed again
 
 
 class Chip(NamedTuple):
@@ -99,6 +100,12 @@ def cycles_per_second(chip: Chip) -> float:
     return expected_cycles(costs(program)) / (2 * PRODUCT**3 / chip.flops)
 
 
+def num_attention_products(found: list[Cost]) -> int:
+    """How many products of all heads the kernels of flash attention make in a program."""
+    kinds = ((cost, re.match(r"splash_mha_(fwd|dkv|dq)_", cost.instruction.name)) for cost in found)
+    return sum(cost.times * PRODUCTS[kind[1]] for cost, kind in kinds if kind)
+
+
 def measure(config: ModelConfig, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
     """The figures of an update, by name, and the cost of each instruction."""
     chip, sizes, num_tokens = CHIPS[options.chip], tuple(options.mesh), options.rows * options.seq_len
@@ -123,11 +130,8 @@ def measure(config: ModelConfig, options: argparse.Namespace) -> tuple[dict, lis
     program, needed = compiled.as_text(), compiled.memory_analysis()
     found = costs(program)
     seconds = expected_cycles(found) / cycles_per_second(chip)
-    attention_s = 0.0
-    if attention == "splash":
-        num_products = 2 if options.eval else 9  # backward four for keys and values, three for queries
-        of_product = 2 * config.n_layer * options.rows * config.n_head * config.head_width * options.seq_len**2 / 2
-        attention_s = num_products * of_product / num_chips / chip.flops
+    of_product = 2 * options.rows * config.n_head * config.head_width * options.seq_len**2 / 2  # half of the scores
+    attention_s = num_attention_products(found) * of_product / num_chips / chip.flops
     flops = model_flops(config, num_tokens, options.seq_len) / num_chips / (3 if options.eval else 1)
     report = {
         "preset": options.preset,
@@ -170,6 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--grad-accum", type=int, default=1)
     parser.add_argument("--eval", action="store_true", help="an eval's way forward instead of an update")
     parser.add_argument("--num-layers", type=int, help="instead of the preset's: fewer compile sooner")
+    parser.add_argument("--vocab-size", type=int, help="rows of the embedding, instead of the preset's")
     parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
     parser.add_argument("--document-mask", action="store_true")
@@ -190,6 +195,8 @@ def main(argv: list[str] | None = None) -> None:
         attention=options.attention,
         layers=options.layers,
     )
+    if options.vocab_size:
+        config = replace(config, vocab_size=options.vocab_size)
     if options.num_layers:
         config = replace(config, n_layer=options.num_layers)
     report, found = measure(config, options)

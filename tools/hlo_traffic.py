@@ -65,7 +65,7 @@ def costs(program: str) -> list[Cost]:
     """The cost of each instruction that computes, moves or sends something.
 
     A loop's instructions count once per round. Of a conditional's branches only the one for true counts, which
-    jax.lax.cond puts last. Raises ValueError for a loop whose number of rounds the compiler does not know.
+    jax.lax.cond puts last. Raises ValueError for a loop whose number of rounds nothing tells.
     """
     computations, entry = _parsed(program)
     return list(_walk(computations, entry, 1))
@@ -110,7 +110,10 @@ def _walk(computations: dict, name: str, times: int) -> Iterator[Cost]:
 
 
 def _rounds(loop: Instruction, computations: dict) -> int:
-    """The number of rounds of a loop: the compiler's own word for it, or else the one number that its end is at."""
+    """The number of rounds of a loop: the compiler's own word for it, or else where its condition ends it.
+
+    A loop of jax counts from 0 in steps of 1.
+    """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
     condition = computations[_called("condition", loop.attributes)].values()

@@ -146,6 +146,9 @@ def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, 
     zeros_SVD = jnp.zeros((row_shards, *kernel_VD.shape), jnp.float32)
     dkernel_SVD, (nats_CB, dfeatures_CBtD) = jax.lax.scan(chunk_step, zeros_SVD, chunks)
     dkernel_VD = dkernel_SVD.sum(axis=0)
+    if masked and row_shards > 1 and num_ids is not None:
+        # The compiler for TPUs fails to make one reduce-scatter of this sum and of the slice that takes padding off.
+        dkernel_VD = jax.lax.optimization_barrier(dkernel_VD)
     nats_B = nats_CB.sum(axis=0)
     dfeatures_BTD = _join(dfeatures_CBtD, features_BTD.shape[1])
     return (nats_B.sum(), nats_B), (dfeatures_BTD, dkernel_VD.astype(kernel_VD.dtype))

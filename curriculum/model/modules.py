@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from curriculum.model.attention import attend, causal_attention, flat
-from curriculum.model.formulation import LENGTH_STEPS, attention_of, backend, layers_of, qkv_of
+from curriculum.model.formulation import attention_of, backend, layers_of, qkv_of
 from curriculum.model.layers import MLP, head_norm, linear, norm, side_by_side
 from curriculum.model.model import Placement
 from curriculum.model.presets import ModelConfig
@@ -282,7 +282,7 @@ def _library_attention(
                 implementation=name,
             )
 
-    if name in LENGTH_STEPS:
+    if name in ("cudnn", "splash"):
         attend = placement.on_each(attend, config.n_kv_head)
     return attend(query_BTHK, key_BTJK, value_BTJK, *masks)
 
