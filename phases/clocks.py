@@ -13,7 +13,7 @@ from phases.schedule import Schedule, Segment, SourceSupply
 
 _NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)"
 _PERCENT = re.compile(_NUMBER + r"\s*%")
-_TOKENS = re.compile(_NUMBER + r"\s*([KMBT]?)\s*tokens?", re.IGNORECASE)
+_TOKENS = re.compile(_NUMBER + r"(e\+?\d{1,2}|\s*[KMBT])?\s*tokens?", re.IGNORECASE)
 _EPOCHS = re.compile(_NUMBER + r"\s*epochs? of (\S+)")
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Positions are int64 in units of 2**-20 sequences (phases/mixture.py), cursors int64 in tokens.
@@ -84,7 +84,8 @@ def read_clock(
     if (share := percentage(until)) is not None:
         return math.ceil(share * total_steps)
     if match := _TOKENS.fullmatch(until):
-        return TokenGoal(Fraction(match[1]) * _MULTIPLES[match[2].upper()])
+        multiple = (match[2] or "").strip().upper()
+        return TokenGoal(Fraction(match[1]) * (_MULTIPLES.get(multiple) or Fraction(f"1{multiple}")))
     if match := _EPOCHS.fullmatch(until):
         epochs, name = match.groups()
         if name not in supplies:

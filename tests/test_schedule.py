@@ -52,6 +52,8 @@ def problems(*phases, **kwargs):
         ("1201 tokens", 31),
         ("1.2K tokens", 30),
         ("0.0012M tokens", 30),
+        ("1.2e3 tokens", 30),
+        ("12E+2tokens", 30),
         ("2 epochs of law", 80),  # half of 40 tokens a step, so 20 x 80 = 2 x 800
         ("1.5 epochs of law", 60),
         ("1 epoch of law", 40),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import jax
 
-BLOCK = 128  # lanes of a TPU's registers; the kernel takes blocks of a multiple of so many positions
+from curriculum.model.formulation import LENGTH_STEPS
+
+BLOCK = LENGTH_STEPS["splash"]  # the kernel takes blocks of a multiple of so many positions
 LARGEST_BLOCK = 512
 
 
