@@ -17,6 +17,7 @@ SLURM = {
     "SLURM_JOB_ID": "8200", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[003-004],gpu1",
     "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }  # fmt: skip
+TPU_SLICE = {"TPU_WORKER_HOSTNAMES": "t-0.t,t-1.t,t-2.t,t-3.t", "TPU_WORKER_ID": "3"}
 OF_JAX = {"JAX_COORDINATOR_ADDRESS": "h:81", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 OF_STEP = Launch("node003", 61448, 3, 2, None, "SLURM's step 8200.0")  # 61440 + 8200 % 4096
 OPEN_MPI = {
@@ -44,6 +45,20 @@ ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASK
         (("x:5", None, 0), OF_JAX, Launch("x", 5, 2, 0)),  # what is given counts first
         ((None, 1, None), OF_JAX | {"JAX_PROCESS_ID": "0"}, None),
         ((None, None, None), {**OF_JAX, "JAX_PROCESS_ID": "", "JOB_COMPLETION_INDEX": "1"}, Launch("h", 81, 2, 1)),
+        ((None, None, None), TPU_SLICE, Launch("t-0.t", 8476, 4, 3)),
+        (
+            (None, None, None),
+            TPU_SLICE | {"JOB_COMPLETION_INDEX": "3", "JAX_COORDINATOR_PORT": "99"},
+            Launch("t-0.t", 99, 4, 3),
+        ),
+        (
+            (None, None, None),
+            TPU_SLICE | {"TPU_PROCESS_ADDRESSES": "a:8,b:8", "TPU_WORKER_ID": "0"},
+            Launch("a", 8476, 2, 0),
+        ),
+        ((None, None, None), TPU_SLICE | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        ((None, None, None), TPU_SLICE | {"MEGASCALE_NUM_SLICES": "2"}, None),
+        ((None, 1, None), TPU_SLICE, None),
         ((None, None, None), SLURM, OF_STEP),
         ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, replace(OF_STEP, host="a")),
         ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, replace(OF_STEP, host="a-1")),

@@ -54,7 +54,8 @@ def find_launch(
 ) -> Launch | None:
     """Which process of a run this one is; None if it is alone.
 
-    What is given counts first, then `VARIABLES`, then what Open MPI, SLURM or an indexed Job of Kubernetes says.
+    What is given counts first, then `VARIABLES`, then what Open MPI, SLURM, a TPU slice or an indexed Job of Kubernetes
+    says.
     `num_processes` 1 keeps the tasks of a launcher apart: each is a run of its own. Raises InputError with everything
     that is missing or does not fit.
     """
@@ -64,7 +65,7 @@ def find_launch(
     if num_processes == 1 and process_id in (None, 0):
         return None
     # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
-    launcher = _open_mpi(environ) or _slurm(environ) or _indexed_job(environ)
+    launcher = _open_mpi(environ) or _slurm(environ) or _tpu_slice(environ) or _indexed_job(environ)
     if (coordinator, num_processes, process_id) == (None, None, None):
         if launcher is None or launcher.num_processes in (None, 1):
             return None
@@ -92,8 +93,8 @@ def find_launch(
         there = [option for option in given if option not in missing]
         raise InputError(
             f"{' and '.join(there)}: got no {' and no '.join(missing)}; the processes of a run need all three (or, in "
-            f"the environment, {', '.join(VARIABLES[option] for option in missing)}), unless SLURM or Open MPI "
-            "starts them"
+            f"the environment, {', '.join(VARIABLES[option] for option in missing)}), unless SLURM, Open MPI or a TPU "
+            "slice starts them"
         )
     host, port, problems = *_address(coordinator), []
     if port is None:
@@ -167,6 +168,16 @@ def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
         devices = _one_device(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
     job = environ.get("PMIX_NAMESPACE")
     return _Launcher("Open MPI", size, rank, coordinator, devices, f"Open MPI's job {job}" if job else "")
+
+
+def _tpu_slice(environ: Mapping[str, str]) -> _Launcher | None:
+    """A machine of a slice of TPUs, as Kubernetes on Google's cloud numbers them. Several slices are not told apart."""
+    hosts = (environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or "").split(",")
+    number = _number(environ, "TPU_WORKER_ID")
+    if len(hosts) == 1 or number is None or "MEGASCALE_NUM_SLICES" in environ:
+        return None
+    host, port = hosts[0].strip().partition(":")[0], environ.get("JAX_COORDINATOR_PORT") or 8476  # that of jax
+    return _Launcher("a TPU slice", len(hosts), number, f"{host}:{port}")
 
 
 def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:
