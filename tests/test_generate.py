@@ -627,6 +627,20 @@ def test_a_question_is_asked_by_the_template_and_answered_to_its_end(runs, tmp_p
     assert json.loads(run("--json").stdout)["generations"] == [expected.to_json()]
 
 
+def test_an_answer_ends_before_what_closes_it_in_the_template(runs, tmp_path):
+    place, _ = runs
+    shutil.copytree(place / "with", tmp_path / "run")
+    resolved = json.loads((tmp_path / "run/config.resolved.json").read_text())
+    settings = {"max_tokens": 40, "seed": 5, "store_dir": place / "store"}
+    (open_ended,) = generate(place / "with", ["U:hi A:"], **settings)
+    close = next(text for i in range(4, 40) if (text := open_ended.text[i : i + 2]).strip() == text != "")
+    chat = {"user": "U:{content} ", "assistant": f"A:{{content}}{close}\n"}
+    (tmp_path / "run/config.resolved.json").write_text(json.dumps(resolved | {"chat": resolved["chat"] | chat}))
+    (answer,) = generate(tmp_path / "run", ["hi"], chat=True, **settings)
+    assert answer.text == open_ended.text.partition(close)[0] != open_ended.text
+    assert answer.finished == "stop" != open_ended.finished
+
+
 def test_what_is_wrong_with_a_command_is_told(runs, tmp_path):
     place, _ = runs
     run = partial(command_line.run, tmp_path, "generate")
