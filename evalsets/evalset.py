@@ -23,6 +23,7 @@ class EvalSet:
     origin_N: int64, the unit that standard errors may take as independent: as `document_N`, but ~n (below 0) for a
       window of a copied document, which repeats window n. A copy has the same tokens as an earlier document, and the
       same ones scored.
+    text_D: uint64, a hash of each document's whole text, whatever the tokenizer; of its tokens if no hashes were given.
     content_hash: hexadecimal hash of the documents' tokens in order, T, the id that opens documents and, unless all
       tokens are scored, which of them are. Two sets can be compared window by window if and only if their hashes are
       equal; their names play no part.
@@ -36,6 +37,7 @@ class EvalSet:
     num_bytes_N: np.ndarray
     document_N: np.ndarray
     origin_N: np.ndarray
+    text_D: np.ndarray
     content_hash: str
     num_left_out: int = 0
 
@@ -129,11 +131,12 @@ def cut_windows(
             f"{where}: no tokens to score in {len(documents)} documents, expected at least one; "
             "give it text, or remove the set"
         )
+    if document_hashes is None:
+        digests = b"".join(_hash_document(document) for document in documents)
+        document_hashes = np.frombuffer(digests, ">u8").reshape(-1, 2)
+    document_hashes = np.asarray(document_hashes, np.uint64)
     if max_sequences is not None:
-        if document_hashes is None:
-            digests = b"".join(_hash_document(document) for document in documents)
-            document_hashes = np.frombuffer(digests, ">u8").reshape(-1, 2)
-        chosen_D = smallest_hashes(np.asarray(document_hashes), windows, max_sequences)
+        chosen_D = smallest_hashes(document_hashes, windows, max_sequences)
     length_D = np.array([len(documents[i]) for i in chosen_D], np.int64)
     targets = np.concatenate([documents[i] for i in chosen_D])
     _check_ids(where, targets, vocab_size, chosen_D, length_D)
@@ -167,7 +170,8 @@ def cut_windows(
     if not scored_targets.all():
         content.update(np.packbits(scored_targets))
 
-    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N):
+    text_D = document_hashes[chosen_D, 0]
+    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N, text_D):
         array.flags.writeable = False
     return EvalSet(
         name,
@@ -177,6 +181,7 @@ def cut_windows(
         num_bytes_N,
         document_N,
         origin_N,
+        text_D,
         content.hexdigest(),
         num_left_out=num_documents - len(length_D),
     )

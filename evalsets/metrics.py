@@ -26,6 +26,7 @@ class WindowResults(NamedTuple):
     bytes_N: int64, UTF-8 bytes of the targets.
     document_N: int64, the document of the window; ~n (below 0) if that is a copy, whose window repeats window n. In
       evals of older runs a copy has a number of its own, as if its text were new.
+    text_N: uint64, a hash of the whole text of the window's document, the same for every tokenizer and length.
     Give a new field the default None: evals of older runs do not have it.
     """
 
@@ -34,6 +35,7 @@ class WindowResults(NamedTuple):
     tokens_N: np.ndarray
     bytes_N: np.ndarray
     document_N: np.ndarray
+    text_N: np.ndarray | None = None
 
 
 def summarise(results: WindowResults) -> Summary:
@@ -124,3 +126,43 @@ def paired_difference(now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndar
     with np.errstate(invalid="ignore"):
         difference_XN = np.asarray(now_N, np.float64) - np.asarray(before_N, np.float64)
     return Paired(*clustered_ratio(difference_XN, tokens_N, cluster_N), int(cluster_N.max()) + 1, kind)
+
+
+class PairedTexts(NamedTuple):
+    """Rise in bits per byte between two models over the documents that both measured, and its standard error.
+
+    The error is NaN with one document. share: those documents' part of a set's bytes, of the set where it is smaller.
+    """
+
+    delta: float
+    sem: float
+    num_documents: int
+    share: float
+
+
+def paired_by_text(now: WindowResults, before: WindowResults) -> PairedTexts | None:
+    """The difference between evals whose windows differ: of other tokenizers or lengths, or of sets that overlap.
+
+    Documents are paired by the hash of their text; copies count once, and a text whose scored bytes differ, such as a
+    conversation under two templates, is not paired. None if the two share no document.
+    """
+    (text_now_D, nats_now_D, bytes_now_D), (text_before_D, nats_before_D, bytes_before_D) = map(_by_text, (now, before))
+    _, in_now, in_before = np.intersect1d(text_now_D, text_before_D, assume_unique=True, return_indices=True)
+    alike = (bytes_now_D[in_now] == bytes_before_D[in_before]) & (bytes_now_D[in_now] > 0)
+    in_now, in_before = in_now[alike], in_before[alike]
+    if not len(in_now):
+        return None
+    bytes_D = bytes_now_D[in_now]
+    with np.errstate(invalid="ignore"):
+        difference_D = nats_now_D[in_now] - nats_before_D[in_before]
+    nats, sem = clustered_ratio(difference_D, bytes_D, np.arange(len(bytes_D)))
+    share = bytes_D.sum() / max(bytes_now_D.sum(), bytes_before_D.sum())
+    return PairedTexts(float(nats) / math.log(2), float(sem) / math.log(2), len(bytes_D), float(share))
+
+
+def _by_text(results: WindowResults) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(texts, their nats, their bytes) of the documents that are no copies, in ascending order of `text_N`."""
+    own_N = results.document_N >= 0
+    text_D, document_W = np.unique(results.text_N[own_N], return_inverse=True)
+    nats_D = np.bincount(document_W, results.nats_N[own_N], len(text_D))
+    return text_D, nats_D, np.bincount(document_W, results.bytes_N[own_N], len(text_D)).astype(np.int64)

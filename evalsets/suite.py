@@ -15,7 +15,7 @@ from evalsets.metrics import WindowResults
 _WIDE = {"f": np.float64, "i": np.int64}  # types of results by the kind of what was summed on the device
 ScoreTargets = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
 SumWindows = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
-_OF_THE_SET = ("tokens_N", "bytes_N", "document_N")  # fields of WindowResults that no model decides
+_OF_THE_SET = ("tokens_N", "bytes_N", "document_N", "text_N")  # fields of WindowResults that no model decides
 _SCORES = [name.removesuffix("_N") for name in WindowResults._fields if name not in _OF_THE_SET]
 _NEEDED = [name for name in _SCORES if f"{name}_N" not in WindowResults._field_defaults]
 
@@ -143,6 +143,7 @@ class Suite:
                 tokens_N=evalset.num_tokens_N.astype(np.int64),
                 bytes_N=evalset.num_bytes_N.astype(np.int64),
                 document_N=evalset.origin_N.astype(np.int64),
+                text_N=evalset.text_D[evalset.document_N],
             )
         return results
 

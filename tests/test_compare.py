@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import tiny_data, tiny_train, write_corpus
 from written_run import command, windows, write_run
 
 from curriculum.errors import InputError
@@ -182,6 +183,96 @@ def test_one_text_is_compared_under_two_names(tmp_path):
         InputError, match=r"val \(books in adapted\): evals/100.npz of adapted and evals/100.npz of base"
     ):
         compare([base, adapted])
+
+
+def cut_otherwise(nats_D, bytes_D, texts_D, windows_D):
+    """The windows of documents with these sums, each cut into a number of equal windows."""
+    document_N = np.repeat(np.arange(len(nats_D)), windows_D)
+    each = np.repeat(windows_D, windows_D)
+    nats_N, bytes_N = np.repeat(nats_D, windows_D) / each, np.repeat(bytes_D, windows_D) // each
+    return windows(3.0)._replace(
+        nats_N=nats_N,
+        correct_N=np.ones(len(nats_N), int),
+        tokens_N=np.full(len(nats_N), 10),
+        bytes_N=bytes_N,
+        document_N=document_N,
+        text_N=np.repeat(texts_D, windows_D).astype(np.uint64),
+    )
+
+
+def test_other_windows_of_the_same_documents_are_compared_in_bits_per_byte(tmp_path):
+    # Texts 1 to 4 of 20, 40, 20 and 20 bytes; the second run lacks text 4, has a text 9, and cuts them otherwise.
+    # Over texts 1 to 3 the rise is (2 + 2 - 1) nats / 80 bytes = 0.0375. u = 2 - 0.75, 2 - 1.5, -1 - 0.75, so
+    # SE^2 = 3/2 (1.25^2 + 0.5^2 + 1.75^2) / 80^2 = 7.3125 / 6400 = 0.0338^2, in nats per byte.
+    first = cut_otherwise([10.0, 20.0, 10.0, 50.0], [20, 40, 20, 20], [1, 2, 3, 4], [1, 2, 1, 2])
+    second = cut_otherwise([12.0, 22.0, 9.0, 10.0], [20, 40, 20, 120], [1, 2, 3, 9], [2, 4, 2, 1])
+    paths = [
+        write_run(tmp_path / name, {"val": lambda step, of_run=of_run: of_run}, hashes={"val": name})
+        for name, of_run in (("first", first), ("second", second))
+    ]
+    comparison = compare(paths)
+    (compared,) = comparison.sets
+    assert (compared.unit, comparison.refused, comparison.alone) == ("bits per byte", {}, ())
+    d = compared.runs[1].difference
+    assert (d.num_clusters, d.clusters, d.share) == (3, "documents", pytest.approx(80 / 200))
+    assert d.delta == pytest.approx(0.0375 / math.log(2))
+    sem = math.sqrt(7.3125) / 80 / math.log(2)
+    assert d.sem == pytest.approx(sem)
+    assert d.interval[1] == pytest.approx(d.delta + 4.30265 * sem, rel=1e-5)  # Student's t with 2 degrees of freedom
+    verdict = "no difference shown between second at step 100 and first at step 100: +0.0541 bits per byte (95 %"
+    assert compared.runs[1].verdict.startswith(verdict)
+    shown = "\n".join(table(comparison))
+    assert "+0.0541 bpb  -0.1557 to +0.2639" in shown and "or bits per byte where it says bpb" in shown
+    assert "over the 3 documents that both measured, 40 % of the bytes" in shown
+
+    # A third run with the windows of the first is compared with it in nats, and a fourth without any of its texts is not.
+    third = write_run(tmp_path / "third", {"val": lambda step: first}, hashes={"val": "first"})
+    stranger = cut_otherwise([1.0], [20], [77], [1])
+    fourth = write_run(tmp_path / "fourth", {"val": lambda step: stranger}, hashes={"val": "fourth"}, until=20)
+    comparison = compare([*paths, third, fourth])
+    told = [(c.unit, [m.run for m in c.runs]) for c in comparison.sets]
+    assert told == [("nats per token", ["first", "third"]), ("bits per byte", ["first", "second"])]
+    assert comparison.alone == ("fourth",) and comparison.common == 10_000
+    assert comparison.refused == {
+        "val": ("first and fourth measured different text (content first and fourth): they share no document",)
+    }
+
+
+def test_runs_of_two_tokenizers_and_lengths_are_compared_by_the_documents_of_both(tmp_path):
+    write_corpus(tmp_path)
+    evalsets = tiny_data(tmp_path)["evalsets"]
+    tiny_train(tmp_path, tmp_path / "bytes")
+    tokenizer = {"kind": "bpe", "vocab_size": 300}
+    tiny_train(tmp_path, tmp_path / "bpe", tokenizer=tokenizer, evalsets={**evalsets, "seq_len": 16})
+    comparison = compare([tmp_path / "bytes", tmp_path / "bpe"])
+    assert [(c.name, c.unit) for c in comparison.sets] == [("val", "bits per byte"), ("law", "bits per byte")]
+    for compared, key in zip(comparison.sets, ("primary", "law"), strict=True):
+        # Each run by its own texts, a document at a time.
+        bits, sizes = [], []
+        for m in compared.runs:
+            with np.load(tmp_path / m.run / f"evals/{m.step}.npz") as file:
+                texts = file[f"{key}.text"].tolist()
+                bits.append(dict.fromkeys(texts, 0.0)), sizes.append(dict.fromkeys(texts, 0))
+                for text, nats, num_bytes in zip(texts, file[f"{key}.nats"], file[f"{key}.bytes"], strict=True):
+                    bits[-1][text] += nats / math.log(2)
+                    sizes[-1][text] += num_bytes
+        both = sizes[0].keys() & sizes[1].keys()
+        assert len(both) >= 10 and all(sizes[0][text] == sizes[1][text] for text in both)
+        delta = sum(bits[1][text] - bits[0][text] for text in both) / sum(sizes[0][text] for text in both)
+        d = compared.runs[1].difference
+        assert (d.num_clusters, d.delta) == (len(both), pytest.approx(delta, rel=1e-9)) and d.delta < 0
+        assert d.share == sum(sizes[0][text] for text in both) / max(sum(of_run.values()) for of_run in sizes)
+
+
+def test_documents_of_evals_that_do_not_tell_them_apart_are_not_guessed(tmp_path):
+    told = cut_otherwise([10.0, 20.0], [20, 40], [1, 2], [1, 2])
+    paths = [
+        write_run(tmp_path / name, {"val": lambda step, of_run=of_run: of_run}, hashes={"val": name})
+        for name, of_run in (("new", told), ("old", told._replace(text_N=None)))
+    ]
+    with pytest.raises(InputError, match="no eval set can be compared") as caught:
+        compare(paths)
+    assert "the evals of old are of a version that did not record which document is which" in caught.value.details[0]
 
 
 def test_a_name_is_said_to_be_of_those_that_measured_its_text(tmp_path):

@@ -115,6 +115,14 @@ def test_copies_repeat_the_windows_of_the_first_of_them():
     assert evalset.origin_N.tolist() == [0, ~0]
 
 
+def test_a_document_has_the_hash_of_its_text_or_else_of_its_tokens():
+    evalset = cut([[1], [], [5, 6, 7, 8], [2]], document_hashes=pairs(7, 4, 5, 6), max_sequences=3)
+    assert evalset.text_D.tolist() == [5, 6]  # [1] is last in the order of hashes, and [] is no document of the set
+    assert evalset.text_D.dtype == np.uint64 and not evalset.text_D.flags.writeable
+    own, other, longer = cut([[1], [2]]).text_D, cut([[1], [3]]).text_D, cut([[2], [1, 1]]).text_D
+    assert own[0] == other[0] and own[1] == longer[0] and len({*own, *other, *longer}) == 4
+
+
 def test_the_mask_of_text_is_all_but_padding():
     evalset = cut([[5, 6, 7, 8], [1]])
     assert evalset.scored_NT.tolist() == [[True] * 3, [True, False, False], [True, False, False]]

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from evalsets.metrics import WindowResults, clustered_ratio, clusters, paired_difference, summarise
+from evalsets.metrics import (
+    WindowResults,
+    clustered_ratio,
+    clusters,
+    paired_by_text,
+    paired_difference,
+    summarise,
+)
 
 
 def results(nats, tokens, document, correct=None, num_bytes=None):
@@ -160,3 +167,21 @@ def test_windows_that_are_infinite_under_both_checkpoints_differ_by_what_is_no_n
     nats_N, tokens_N = np.array([np.inf, 1.0]), np.array([1, 1])
     paired = paired_difference(nats_N, nats_N, tokens_N, np.array([0, 1]))  # a warning would be an error here
     assert np.isnan(paired.delta) and np.isnan(paired.sem)
+
+
+def test_documents_of_two_tokenizers_are_paired_by_their_text():
+    now = results([1, 2, 4, 1, 2, 7], [9] * 6, [0, 0, 1, ~0, ~1, 3], num_bytes=[5, 5, 20, 5, 5, 8])
+    now = now._replace(text_N=np.array([11, 11, 12, 11, 11, 13], np.uint64))  # 11 twice, of 3 nats and 10 bytes
+    before = results([9, 5, 6, 8], [3] * 4, [0, 1, 2, 3], num_bytes=[20, 10, 9, 70])
+    before = before._replace(text_N=np.array([12, 11, 13, 2**64 - 1], np.uint64))  # 13 has another byte
+    # Texts 11 and 12: (3 - 5) + (4 - 9) = -7 nats over 30 bytes of 38 and 109.
+    found = paired_by_text(now, before)
+    assert (found.num_documents, found.share) == (2, 30 / 109)
+    assert found.delta == pytest.approx(-7 / 30 / math.log(2))
+    u = -2 + 10 * 7 / 30  # and -u for the other
+    assert found.sem == pytest.approx(math.sqrt(2 * 2 * u**2) / 30 / math.log(2))
+    back = paired_by_text(before, now)
+    assert (back.delta, back.sem, back.share) == pytest.approx((-found.delta, found.sem, found.share))
+    one = paired_by_text(now, before._replace(text_N=np.array([12, 1, 2, 3], np.uint64)))
+    assert (one.num_documents, one.delta) == (1, pytest.approx(-5 / 20 / math.log(2))) and math.isnan(one.sem)
+    assert paired_by_text(now, before._replace(text_N=np.array([4, 1, 2, 3], np.uint64))) is None

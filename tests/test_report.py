@@ -550,7 +550,7 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert any(row.startswith("second | 100 | 3.5000") or "+0.5000" in row for row in page.rows)
     assert "second at step 100 is worse than first at step 100 by 0.5000 nats per token" in text
     assert "law: not compared: first and second measured different text" in text
-    assert "law without law of second: different text" in text and "law without law of first: different text" in text
+    assert "law without law of second: other windows" in text and "law without law of first: other windows" in text
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     of_all = ["eval loss of val, every run", "eval loss of law, first", "eval loss of law, second"]
     assert titles[:3] == of_all and len(titles) == 3 + 2 * 7
@@ -578,7 +578,7 @@ def test_one_text_is_drawn_together_under_the_names_it_has(tmp_path):
     text = "".join(page.text)
     assert page.has_row("val (books in adapted)", "base", "100", "3.0000")
     assert "val (books in adapted): adapted at step 100 is worse than base at step 100 by 0.2500" in text
-    assert "val (books in adapted) without val of adapted: different text" in text
+    assert "val (books in adapted) without val of adapted: other windows" in text
     drawn = overlays(runs, ["base", "adapted"], {"base": "#000", "adapted": "#111"})
     assert [(o.title, [(c.label, c.ys[0]) for c in o.curves], o.left_out) for o in drawn] == [
         ("val (books in adapted)", [("base", 3.0), ("adapted", 3.25)], ["adapted"]),

@@ -1,6 +1,7 @@
 """Compare runs: their losses on the eval sets that they share, and paired differences with confidence intervals.
 
-A difference is between two checkpoints on the same windows, so the choice of held-out text hardly affects it. It says
+A difference is between two checkpoints on the same windows, so the choice of held-out text hardly affects it. Where the
+windows differ, as with another tokenizer, it is between the documents that both measured, in bits per byte. It says
 nothing of the variation between seeds: to show that two recipes differ takes several seeds of each.
 """
 
@@ -19,13 +20,13 @@ from curriculum.errors import InputError, check_several
 from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
-from curriculum.record.wording import signed
+from curriculum.record.wording import listed, signed
 from curriculum.run import Run, load_run
 from curriculum.run_directory import names_in, read_arrays
 from curriculum.views.config_differences import config_differences
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
-from evalsets.metrics import WindowResults, paired_difference
+from evalsets.metrics import WindowResults, paired_by_text, paired_difference
 from evalsets.student import student_quantile
 from evalsets.summary import RECORDED, Recorded
 
@@ -34,17 +35,18 @@ SEED_SPREAD_NATS = 0.002
 _SHOWN_NATS = 0.0001  # the last decimal that is shown
 _NOTHING_SHARED = (
     "no eval set can be compared: no two of these runs measured the same text where they are compared; expected two of "
-    "them to have a set of the same documents, tokenizer and evalsets.seq_len; to add one, resume a run with "
-    "--eval-dataset-dir NAME=DIR"
+    "them to have a set of the same documents; to add one, resume a run with --eval-dataset-dir NAME=DIR"
 )
 _SCOPE = "for these two checkpoints, not for the recipes"
+NATS, BITS = "nats per token", "bits per byte"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One run minus the one it is compared with, on one set, in nats per token: positive is worse.
+    """One run minus the one it is compared with, on one set: positive is worse.
 
-    interval: 95 %, over the choice of held-out text. sem and interval are None if the set has a single cluster.
+    interval: 95 %, over the choice of held-out text. sem and interval are None if there is a single cluster.
+    share: the least part of the bytes of either run's set that the difference is over; 1 for the same windows.
     """
 
     against: str
@@ -53,6 +55,7 @@ class Difference:
     interval: tuple[float, float] | None
     clusters: str
     num_clusters: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,14 @@ class RunOnSet(Recorded):
 class ComparedSet:
     """The runs that measured one text, in the order given. The others are compared with the first.
 
-    `name` is the first run's name for the set.
+    name, content_hash: the first run's name for the set, and its content hash.
+    unit: of the differences: NATS if all have the windows of the first, BITS if none of the others has.
     """
 
     name: str
     content_hash: str
     runs: tuple[RunOnSet, ...]
+    unit: str = NATS
 
     @property
     def title(self) -> str:
@@ -98,7 +103,8 @@ class ComparedRuns:
     begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
     base enters with its last eval at or before that step, or the latest such step if several runs began from it.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
-    sets: one for each text that two or more runs measured, under one name or several.
+    sets: one for each text that two or more runs measured, under one name or several; and one for each name under which
+      runs measured other windows than the first that has it, but documents of it.
     refused: names under which runs measured different text, or text without a content hash, each with messages.
     only: names whose text not every run measured, with the runs that did, under whatever name.
     shared: {runs, step} for each pair with a common past: the step up to which they share it.
@@ -145,6 +151,9 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     asked, at = (at, "step") if isinstance(at, int) else (None, at)
     sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
     sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
+    for name in dict.fromkeys(name for side in sides for name in side.points):
+        first, *others = [side for side in sides if name in side.points]
+        sharing |= {side for other in others if first.shares_documents(other, name) for side in (first, other)}
     begun = tuple(
         {"run": side.name, "base": base.name, "step": step}
         for side, base in permutations(sides, 2)
@@ -165,7 +174,8 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
             raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
 
     sets = _compared_sets(sides, counting, begun)
-    refused, only = _not_compared(sides, counting)
+    by_text, refused, only = _compared_by_text(sides, counting, begun)
+    sets += by_text
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
@@ -218,20 +228,33 @@ def _compared_sets(
     return sets
 
 
-def _not_compared(
-    sides: Sequence[_Side], counting: Mapping[_Side, Mapping[str, EvalPoint]]
-) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """`refused` and `only` of `ComparedRuns`."""
-    refused, only = {}, {}
+def _compared_by_text(
+    sides: Sequence[_Side], counting: Mapping[_Side, Mapping[str, EvalPoint]], begun: Iterable[Mapping[str, Any]]
+) -> tuple[list[ComparedSet], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """The names under which windows differ, as far as documents are shared; `refused` and `only` of `ComparedRuns`."""
+    sets, refused, only = [], {}, {}
     for name in dict.fromkeys(name for last in counting.values() for name in last):
         first, *others = having = [side for side in sides if name in counting[side]]
         texts = {side.hashes[name] for side in having} - {None}
         holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in counting[s])]
         if len(holding) < len(sides):
             only[name] = tuple(side.name for side in holding)
-        if different := [s for s in others if s.hashes[name] is None or s.hashes[name] != first.hashes[name]]:
-            refused[name] = tuple(_refusal(first, side, name) for side in different)
-    return refused, only
+        before, measured, whys = counting[first][name], [], []
+        for side in others:
+            if side.hashes[name] is not None and side.hashes[name] == first.hashes[name]:
+                continue
+            now = counting[side][name]
+            if (between := _difference_by_text(side, now, first, before, name)) is None:
+                whys.append(_refusal(first, side, name))
+            else:
+                verdict = _verdict(side.name, first.name, now, before, between, begun, BITS)
+                measured.append(_measured(side, name, now, between, verdict))
+        if measured:
+            runs = (_measured(first, name, before), *measured)
+            sets.append(ComparedSet(name, first.hashes[name], runs, BITS))
+        if whys:
+            refused[name] = tuple(whys)
+    return sets, refused, only
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -272,6 +295,13 @@ class _Side:
             return recorded_windows(path, self._files[step], config_name(name), point.loss)
         except KeyError:
             raise InputError(f"{path}: has no windows of {name}, which the record says was measured then") from None
+
+    def shares_documents(self, other: _Side, name: str) -> bool:
+        """Whether both measured some text under this name, in windows that differ."""
+        if self.hashes[name] is None or other.hashes[name] in (None, self.hashes[name]):
+            return False
+        texts = [side.windows(name, side.points[name][-1]).text_N for side in (self, other)]
+        return all(text_N is not None for text_N in texts) and bool(np.isin(*texts).any())
 
 
 def _side(name: str, run: Run) -> _Side:
@@ -314,10 +344,13 @@ def _refusal(first: _Side, other: _Side, name: str) -> str:
         without = " and ".join(unknown)
         return f"{first.name} and {other.name}: the record of {without} has no content hash of it"
     contents = f"{first.hashes[name][:12]} and {other.hashes[name][:12]}"
-    return (
-        f"{first.name} and {other.name} measured different text (content {contents}): different documents, tokenizer "
-        "or evalsets.seq_len"
-    )
+    measured = f"{first.name} and {other.name} measured different text (content {contents})"
+    if older := [side.name for side in (first, other) if side.windows(name, side.points[name][-1]).text_N is None]:
+        return (
+            f"{measured}, or cut it otherwise (tokenizer, evalsets.seq_len): the evals of {listed(older)} are of a "
+            "version that did not record which document is which"
+        )
+    return f"{measured}: they share no document"
 
 
 def _difference(side: _Side, name: str, now: EvalPoint, first: _Side, first_name: str, before: EvalPoint) -> Difference:
@@ -332,10 +365,26 @@ def _difference(side: _Side, name: str, now: EvalPoint, first: _Side, first_name
 def paired(against: str, now: WindowResults, before: WindowResults) -> Difference:
     """The difference between two checkpoints on the windows of one set."""
     delta, sem, num_clusters, kind = paired_difference(now.nats_N, before.nats_N, now.tokens_N, now.document_N)
+    return _in_interval(against, float(delta), float(sem), kind, num_clusters)
+
+
+def _in_interval(
+    against: str, delta: float, sem: float, kind: str, num_clusters: int, share: float = 1.0
+) -> Difference:
     if num_clusters < 2:
-        return Difference(against, float(delta), None, None, kind, num_clusters)
-    half = float(student_quantile(0.025, num_clusters - 1) * sem)
-    return Difference(against, float(delta), float(sem), (float(delta) - half, float(delta) + half), kind, num_clusters)
+        return Difference(against, delta, None, None, kind, num_clusters, share)
+    half = float(student_quantile(0.025, num_clusters - 1)) * sem
+    return Difference(against, delta, sem, (delta - half, delta + half), kind, num_clusters, share)
+
+
+def _difference_by_text(side: _Side, now: EvalPoint, first: _Side, before: EvalPoint, name: str) -> Difference | None:
+    """The difference over the documents that both measured, in bits per byte; None if none can be told to be shared."""
+    if None in (side.hashes[name], first.hashes[name]):
+        return None
+    ours, theirs = side.windows(name, now), first.windows(name, before)
+    if ours.text_N is None or theirs.text_N is None or (found := paired_by_text(ours, theirs)) is None:
+        return None
+    return _in_interval(first.name, found.delta, found.sem, "documents", found.num_documents, found.share)
 
 
 def _verdict(
@@ -345,6 +394,7 @@ def _verdict(
     before: EvalPoint,
     between: Difference,
     begun: Iterable[Mapping[str, Any]],
+    unit: str = NATS,
 ) -> str:
     """The difference on one set in one sentence that can stand alone."""
     points = {run: now, against: before}
@@ -359,22 +409,23 @@ def _verdict(
         if not math.isfinite(point.loss):
             return f"no verdict: the loss of {who} is {point.loss}"
     if between.delta == 0 and not between.sem:
-        return f"{ours} and {theirs} are equal in every window"
+        return f"{ours} and {theirs} are equal in every {'window' if unit == NATS else 'document'}"
     if between.interval is None:
-        return (
-            f"no verdict: {ours} differs from {theirs} by {signed(between.delta)} nats per token, but the set is a "
-            "single document of few windows: too little to estimate an error"
-        )
+        few = "the set is a single document of few windows" if unit == NATS else "they share a single document"
+        differs = f"{ours} differs from {theirs} by {signed(between.delta)} {unit}"
+        return f"no verdict: {differs}, but {few}: too little to estimate an error"
     low, high = between.interval
     if max(abs(low), abs(high)) < _SHOWN_NATS / 2:
-        rounding = f"differ by less than {_SHOWN_NATS} nats per token, within another device's rounding"
+        rounding = f"differ by less than {_SHOWN_NATS} {unit}, within another device's rounding"
         return f"{ours} and {theirs} {rounding} ({_SCOPE})"
     if low <= 0 <= high:
         span = f"95 % {signed(low)} to {signed(high)}"
-        return f"no difference shown between {ours} and {theirs}: {signed(between.delta)} ({span}; {_SCOPE})"
+        amount = signed(between.delta) + ("" if unit == NATS else f" {unit}")
+        return f"no difference shown between {ours} and {theirs}: {amount} ({span}; {_SCOPE})"
     better, (least, most) = ("better", (-high, -low)) if high < 0 else ("worse", (low, high))
     # Twice the standard deviation of the difference between two seeds of one recipe.
-    by_seed = abs(between.delta) <= 2 * math.sqrt(2) * SEED_SPREAD_NATS
+    spread = SEED_SPREAD_NATS * (1.0 if unit == NATS else now.bpb / now.loss)
+    by_seed = abs(between.delta) <= 2 * math.sqrt(2) * spread
     caution = "; so small that another seed could reverse it" if by_seed else ""
-    amount = f"{abs(between.delta):.4f} nats per token (95 % {least:.4f} to {most:.4f}"
+    amount = f"{abs(between.delta):.4f} {unit} (95 % {least:.4f} to {most:.4f}"
     return f"{ours} is {better} than {theirs} by {amount}; {_SCOPE}{caution})"

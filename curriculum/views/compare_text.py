@@ -16,7 +16,7 @@ from curriculum.record.wording import (
     metric_titles,
     signed,
 )
-from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns, ComparedSet, RunOnSet
+from curriculum.views.compare import BITS, SEED_SPREAD_NATS, ComparedRuns, ComparedSet, RunOnSet
 from curriculum.views.config_differences import rows as config_rows
 
 COLUMNS = ("eval set", "run", "step", *metric_titles(), "difference", "95 % interval")
@@ -53,7 +53,8 @@ def measured(comparison: ComparedRuns) -> Iterator[tuple[RunOnSet, tuple[str, ..
         for i, m in enumerate(compared.runs):
             numbers = (f"{m.step:,}", *metric_texts(vars(m)))
             d = m.difference
-            between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
+            unit = " bpb" if compared.unit == BITS else ""
+            between = ("", "") if d is None else (signed(d.delta) + unit, interval_text(d.interval))
             yield m, (compared.title if i == 0 else "", m.run, *numbers, *between)
 
 
@@ -66,7 +67,7 @@ def _in_short(compared: ComparedSet) -> str:
         kind = "better" if high < 0 else "worse" if low > 0 else "no difference shown"
         if not math.isfinite(high - low):
             kind = "no verdict"
-        kinds[kind].append(f"{m.run} {signed(m.difference.delta)}")
+        kinds[kind].append(f"{m.run} {signed(m.difference.delta)}{' bpb' if compared.unit == BITS else ''}")
     told = (f"{kind}: {first_of(runs, MOST_NAMED)}" for kind, runs in kinds.items() if runs)
     return f"{compared.title} against {first.run}: {'; '.join(told)}"
 
@@ -118,8 +119,20 @@ def notes(comparison: ComparedRuns) -> list[str]:
     few = [c.title for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
     if few:
         lines.append(f"few documents in {few_documents(few)}")
+    by_text = [
+        f"{compared.title}: {m.run} has other windows than {compared.runs[0].run} (tokenizer, evalsets.seq_len or "
+        f"documents); they are compared in bits per byte, over the {m.difference.num_clusters:,} documents that both "
+        f"measured, {math.floor(100 * m.difference.share)} % of the bytes"
+        for compared in comparison.sets
+        if compared.unit == BITS
+        for m in compared.runs[1:]
+    ]
+    lines += by_text
+    differences = "Differences are nats per token of each run minus the first, over the same windows"
+    if by_text:
+        differences += ", or bits per byte where it says bpb"
     lines.append(
-        "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. Their "
+        f"{differences}; below 0 is better. Their "
         "intervals cover the choice of held-out text alone, and hold for these checkpoints only, not for neighbouring "
         f"ones or the recipes: another seed moves a final loss too, by about {SEED_SPREAD_NATS} nats in a long run of "
         "124M parameters (standard deviation), and by far more in small and short ones."

@@ -112,7 +112,7 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
         whose = "every run" if len(overlay.curves) == len(runs) else listed([curve.label for curve in overlay.curves])
         title = f"eval loss of {overlay.title}, {whose}"
         svg = figures.eval_chart(title, overlay.curves, x_label=overlay.x, dotted_at=overlay.branch_at)
-        without = f"without {overlay.name} of {listed(overlay.left_out)}: different text" if overlay.left_out else ""
+        without = f"without {overlay.name} of {listed(overlay.left_out)}: other windows" if overlay.left_out else ""
         panels.append(figure(svg, escape(f"{overlay.title} ") + tag("small", without)))
     keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
     if any(overlay.branch_at for overlay in drawn):
