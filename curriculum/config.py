@@ -17,7 +17,7 @@ from curriculum.data.tokenizers.tokenizer import TokenizerConfig
 from curriculum.errors import InputError, no_such
 from curriculum.model.presets import ModelSection
 from curriculum.parsing.options import apply_options, options_of
-from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
+from curriculum.parsing.typed import Limits, Problems, annotations, field_key, key_paths, read
 from curriculum.parsing.variables import substitute, unused
 from curriculum.parsing.yaml12 import Origin, read_yaml
 from curriculum.run_directory import RunDirectory
@@ -25,6 +25,7 @@ from curriculum.schema.adaptation import AdaptationSection, with_shares
 from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS, TRAIN_CHECKS
 from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
 from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.misplaced import with_places
 from curriculum.schema.sections import (
     AveragesSection,
     CheckpointSection,
@@ -237,6 +238,8 @@ def build_config(
         data = inherited.under(data)
     values, wrong = _read_sections(with_shares(with_seq_len(data)), origin)
     problems += [problem for problem in wrong if problem[0] not in not_substituted]
+    paths = [path for section in sections() for path in key_paths(annotations(Config)[section.name], section.name)]
+    problems = [(path, with_places(path, message, paths)) for path, message in problems]
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])

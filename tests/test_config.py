@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.config import build_config, changed_config, config_from_json, load_config, run_name_of
+from curriculum.config import Config, build_config, changed_config, config_from_json, load_config, run_name_of, sections
 from curriculum.errors import InputError
+from curriculum.parsing.typed import annotations, key_paths
 from curriculum.parsing.variables import substitute
 from curriculum.parsing.yaml12 import Origin, parse_yaml, read_override, read_yaml, set_option
 from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import check_schedule, resolve_schedule
+from curriculum.schema.misplaced import OTHER_NAMES
 
 ROOT = Path(__file__).parents[1]
 
@@ -131,6 +133,13 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("batch_size: 8", "batch_size: 8, grad_accum: 3", "train.grad_accum: got 3, expected a divisor of train.batch"),
         ("seq_len: 64", "seq_len: 9999", "train.seq_len: got 9999 for phases without their own (a, b), expected at most the model's max_seq_len (1024)"),
         ("name: example", "name: a b", "c.yaml:1:1: name: got 'a b', expected letters"),
+        ("steps: 100", "steps: 100, compute_dtype: x", "train.compute_dtype: no such key; did you mean model.compute_dtype? (keys:"),
+        ("steps: 100", "steps: 100, lr: 1", "train.lr: no such key; did you mean phases[N].lr or optim.lr? (keys:"),
+        ("steps: 100", "steps: 100, every: 9", "train.every: no such key; did you mean evalsets.every or checkpoint.every or logging.every? (keys:"),
+        ("steps: 100", "steps: 100, save_steps: 9", "train.save_steps: no such key; did you mean 'steps' or checkpoint.every? (keys:"),
+        ("steps: 100", "max_iters: 100", "train.max_iters: no such key; did you mean train.steps? (keys:"),
+        ("every: 200", "held_out: 1%", "evalsets.sets.law.held_out: no such key; did you mean 'held_out_of' or sources.NAME.held_out? (keys:"),
+        ("name: example", "learning_rate: 1", "c.yaml:1:1: learning_rate: no such key; did you mean optim.lr? (keys:"),
         ("name: example", "nmae: example", "c.yaml:1:1: nmae: no such key; did you mean 'name'?"),
         ("name: example", "seed: -1", "c.yaml:1:1: seed: got -1, expected at least 0"),
         ("name: example", "model: {preset: tinny}", "model.preset: no such preset: 'tinny'; did you mean 'tiny'?"),
@@ -635,3 +644,9 @@ def test_the_reference_names_variables_and_the_kinds_of_lists():
     rows = (ROOT / "docs/config.md").read_text().splitlines()
     assert any(row.startswith("| `variables` | NAME: value |  | Values named once") for row in rows)
     assert any(row.startswith("| `logging.wandb.tags` | list of text | `[]` |") for row in rows)
+
+
+def test_names_of_other_tools_stand_for_keys_that_there_are():
+    paths = {path for section in sections() for path in key_paths(annotations(Config)[section.name], section.name)}
+    assert len(OTHER_NAMES) > 30 and set(OTHER_NAMES.values()) <= paths
+    assert not set(OTHER_NAMES) & {path.rpartition(".")[2] for path in paths}

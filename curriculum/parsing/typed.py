@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -82,18 +82,26 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
         problems.append((path, _message(given, "a number, without %")))
     elif dataclasses.is_dataclass(kind):
         problems.append((path, _message(given, _WORDS[dict] + _form(kind, given))))
+    elif origin is dict:
+        problems.append((path, _message(given, f"{_WORDS[dict]}, NAME: {_brief(arguments[1])}")))
     else:
         problems.append((path, _message(given, _WORDS[origin or kind])))
     return None
 
 
 def _form(kind: type, given: Any) -> str:
-    """How to write `given` as a dataclass's only field, empty if it has several or the one does not take it."""
+    """How to write `given` as a dataclass's only field, if that takes it; or else the keys that the dataclass has."""
     names = [field.name for field in dataclasses.fields(kind)]
-    if len(names) != 1:
-        return ""
-    read(annotations(kind)[names[0]], given, "", wrong := [])
-    return "" if wrong else f": {{{field_key(names[0])}: {shown(given)}}}"
+    if len(names) == 1:
+        read(annotations(kind)[names[0]], given, "", wrong := [])
+        if not wrong:
+            return f": {{{field_key(names[0])}: {shown(given)}}}"
+    return f" with keys such as {', '.join(map(field_key, names[:3]))}"
+
+
+def _brief(kind: Any) -> str:
+    """What a value of a mapping looks like."""
+    return f"{{{field_key(dataclasses.fields(kind)[0].name)}: ...}}" if dataclasses.is_dataclass(kind) else "..."
 
 
 def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -> Any:
@@ -141,6 +149,23 @@ def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems)
 def field_key(name: str) -> str:
     """The key of a field in a file: `from` for `from_`, as `from` is reserved in Python."""
     return name.removesuffix("_")
+
+
+def key_paths(kind: Any, path: str = "") -> Iterator[str]:
+    """The path of every key that a value of this annotation may have; entries of mappings and lists are NAME and N."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        for name, annotation in annotations(kind).items():
+            below = f"{path}.{field_key(name)}" if path else field_key(name)
+            yield below
+            yield from key_paths(annotation, below)
+    elif origin is dict:
+        yield from key_paths(arguments[1], f"{path}.NAME")
+    elif origin in (tuple, list):
+        yield from key_paths(arguments[0], f"{path}[N]")
+    elif origin in (Annotated, typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from key_paths(argument, path)
 
 
 @lru_cache
