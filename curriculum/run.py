@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ class Run:
     """A run read back from its directory."""
 
     directory: RunDirectory
-    resolved: dict[str, Any]
-    events: list[dict[str, Any]]
+    resolved: dict[str, Any] = field(repr=False)
+    events: list[dict[str, Any]] = field(repr=False)
 
     @cached_property
     def config(self) -> Config:
@@ -141,6 +142,15 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
         there = f"; it contains runs: {', '.join(below)}" if below else ""
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`{there}")
     return directory
+
+
+def runs_in(paths: Iterable[str | os.PathLike]) -> list[Path]:
+    """Run directories as given; a folder of runs stands for all of its runs, in order of name."""
+    found = []
+    for path in map(Path, paths):
+        below = [] if RunDirectory(path).has_config else runs_below(path)
+        found += [path / name for name in below] or [path]
+    return found
 
 
 def runs_below(folder: str | os.PathLike) -> list[str]:

@@ -52,16 +52,16 @@ def test_the_paired_difference_of_documents_worked_by_hand(pair):
     half = 2.0639 * 0.015  # Student's t with 24 degrees of freedom, from a printed table
     assert d.interval == pytest.approx((0.01 - half, 0.01 + half), abs=1e-6)
     assert m.verdict.startswith("no difference shown between second at step 100 and first at step 100: +0.0100 (95 %")
-    assert "for these two checkpoints, not for the recipes" in m.verdict
+    assert m.verdict.endswith("to +0.0410)")
 
 
 @pytest.mark.parametrize(
     "shift, step, said, seed",
     [
-        (0.004, 1e-4, "worse than first at step 100 by 0.0041 nats per token (95 % 0.0041 to 0.0041; for", True),
-        (-0.004, 1e-4, "better than first at step 100 by 0.0039 nats per token (95 % 0.0039 to 0.0039; for", True),
+        (0.004, 1e-4, "worse than first at step 100 by 0.0041 nats per token (95 % 0.0041 to 0.0041; so small", True),
+        (-0.004, 1e-4, "better than first at step 100 by 0.0039 nats per token (95 % 0.0039 to 0.0039; so small", True),
         # Mean 0.0096 of nine 0, eight 0.01 and eight 0.02; error sqrt(25 / 24 x 0.001696) / 25 = 0.00168, t = 2.0639.
-        (-0.3, 1e-2, "better than first at step 100 by 0.2904 nats per token (95 % 0.2869 to 0.2939; for", False),
+        (-0.3, 1e-2, "better than first at step 100 by 0.2904 nats per token (95 % 0.2869 to 0.2939)", False),
     ],
 )
 def test_a_difference_beyond_its_interval_is_told_with_what_it_does_not_say(tmp_path, shift, step, said, seed):
@@ -72,7 +72,6 @@ def test_a_difference_beyond_its_interval_is_told_with_what_it_does_not_say(tmp_
     )
     verdict = only(compare([first, second])).verdict
     assert said in verdict
-    assert "for these two checkpoints, not for the recipes" in verdict
     assert ("another seed could reverse it" in verdict) == seed
 
 
@@ -85,6 +84,18 @@ def test_a_difference_of_roundings_is_called_that(tmp_path):
     assert only(comparison).difference.interval[1] < 0  # beyond its own error, as nothing else moves
     less = "two at step 100 and one at step 100 differ by less than 0.0001 nats per token, within another device's rounding"
     assert only(comparison).verdict.startswith(less) and "-0.0000" not in "".join(table(comparison))
+
+
+def test_a_folder_of_runs_stands_for_all_of_them(tmp_path, pair):
+    (tmp_path / "notes.txt").touch()
+    assert compare([tmp_path]).to_json() == compare(pair).to_json()
+    write_run(tmp_path / "third", {"val": lambda step: by_document(*[2.0] * 25)})
+    assert [run["name"] for run in compare([tmp_path / "third", tmp_path]).runs] == [
+        "third (1)", "first", "second", "third (2)",
+    ]  # fmt: skip
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty: holds no run"):
+        compare([tmp_path, tmp_path / "empty"])
 
 
 def test_the_same_run_twice_differs_by_exactly_nothing(pair):

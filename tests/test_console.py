@@ -668,6 +668,23 @@ def test_the_end_names_a_set_with_a_standing_alarm_whatever_its_interval(tmp_pat
     assert "  forgotten    code +0.2500 since base" in lines  # it has recovered
 
 
+def test_the_end_names_what_is_worse_than_between_the_ends_of_phases(tmp_path):
+    """Of a set that is no worse than at any phase's end, but worse than at its best eval."""
+    last = {**evaluated(75000, 41.0), "regressed": ["val", "code"], "rises": {"val": 0.125, "code": 0.3}}
+    lines = printed(tmp_path, start(), last, complete(gold_step=70000))
+    assert "  forgotten    code +0.2500 since base" in lines
+    assert "  still worse  val +0.1250 over its baseline" in lines
+    later = printed(tmp_path, start(), last, evaluated(75000, 42.0), complete(gold_step=70000))
+    assert not any("still worse" in line for line in later)
+
+
+def test_why_a_gold_is_not_the_end_is_told_if_the_last_one_was_blocked(tmp_path):
+    blocked = stamped("gold_blocked", 75000, reason="general regressed", guard="regression")
+    lines = printed(tmp_path, start(), blocked, complete(gold_step=70000))
+    deploy = f"  deploy       {tmp_path}/gold/70000 (gold, step 70000, domain/bpb 1.2500)"
+    assert lines[-2:] == [deploy, "               (gold blocked at step 75000: general regressed)"]
+
+
 def test_the_end_says_what_evals_took_of_the_time(tmp_path):
     evals = [{**evaluated(step, 40.0), "eval_duration_s": 12.0} for step in (100, 200)]
     end = {**complete(gold_step=None), "elapsed_s": 100.0}

@@ -393,6 +393,9 @@ def test_the_command(folder, monkeypatch, capsys):
     assert code == 0 and errors == ""
     title, head, *rows = shown.splitlines()
     assert title == "run: step 2, raw weights"
+    kind = "gold" if load_run("run").gold_step == 4 else "latest"
+    assert command("--sets", "val")[1].startswith(f"run: step 4 ({kind}), raw weights\n")
+    assert command("--sets", "val", "--step", "latest")[1].startswith("run: step 4 (latest), raw weights\n")
     assert head.split() == ["set", "loss", "±", "sem", "bpb", "perplexity", "accuracy", "windows", "documents"]
     summary = evaluate("run", step=2, store_dir="store").summaries["law"]
     assert [row.split()[0] for row in rows] == ["val", "law"]

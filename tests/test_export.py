@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from written_run import command
+from written_run import command, write_run
 
 from curriculum.config import build_config
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
@@ -367,6 +367,8 @@ def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, 
             run_command()
         return capsys.readouterr().err.splitlines()
 
+    write_run(tmp_path / "run", {"val": lambda step: 3.0})
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("curriculum.export.export", lambda *_, step, **__: 0)
     hint = "note: step 0 is what the run began with; --step latest takes the last checkpoint"
     assert told() == [hint] and told("--step", "0") == []

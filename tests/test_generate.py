@@ -593,7 +593,9 @@ def test_the_command(runs, tmp_path):
     assert shown.returncode == 0
     assert shown.stdout == f"the {first.text}\n\n{second.text}\n"
     num_tokens = len(first.ids) + len(second.ids)
-    assert shown.stderr.startswith(f"step {load_run(place / 'with').gold_step}, raw weights: {num_tokens} tokens in ")
+    assert shown.stderr.startswith(
+        f"step {load_run(place / 'with').gold_step} (gold), raw weights: {num_tokens} tokens in "
+    )
     told = json.loads(run("--prompts-file", "p.jsonl", *settings, "--json").stdout)
     assert told["generations"] == [first.to_json(), second.to_json()]
     assert told["step"] == 12 and told["weights"] == "raw" and told["sampling"]["top_k"] == 40

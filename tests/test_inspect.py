@@ -495,8 +495,8 @@ def test_what_is_no_run_is_said(tmp_path):
     ("val", "law", "said", "detects"),
     [
         (0.0199, 0.02, None, "0.0200"),  # twice the tolerance
-        (0.0199, 0.0201, "law: only a rise above 0.02 would be detected", "0.0201"),
-        (0.381, 0.2, "val: only a rise above 0.38 would be detected", "0.2000"),
+        (0.0199, 0.0201, "law: a rise below 0.02 may go undetected", "0.0201"),
+        (0.381, 0.2, "val: a rise below 0.38 may go undetected", "0.2000"),
         (0.381, 12.5, "law: no rise below 10 would be detected", "above 10"),
         (12.5, None, "law: the smallest detectable rise is not known", ""),
     ],
@@ -525,18 +525,16 @@ def test_beside_an_alarm_the_sets_without_one_are_told_of_too(tmp_path):
     (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, last, end)))
     told = [line for line in shown(path).splitlines() if line.startswith(("regressed", "maybe"))]
     assert told[0].startswith("regressed val 2.1000") and told[1:] == [
-        "regressed no other now (law: only a rise above 0.38 would be detected)",
+        "regressed no other now (law: a rise below 0.38 may go undetected)",
         "maybe worse law: risen more than chance usually explains, but too little for an alarm",
     ]
-    tile = (
-        '<dd><span class="bad">val</span><small>maybe law; law: only a rise above 0.38 would be detected</small></dd>'
-    )
+    tile = '<dd><span class="bad">val</span><small>maybe law; law: a rise below 0.38 may go undetected</small></dd>'
     assert tile in report([load_run(path)])
     for step, none in ((100, "no alarm, but it may be worse"), (80, "no alarm")):
         (row,) = [
             r for r in evals(load_run(path), step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")
         ]
-        assert row.endswith(f"| {none}; only a rise above 0.38 would be detected |")
+        assert row.endswith(f"| {none}; a rise below 0.38 may go undetected |")
 
 
 def test_the_tolerance_of_a_set_of_its_own_counts(tmp_path):

@@ -32,6 +32,11 @@ def directory(tmp_path):
     return RunDirectory(tmp_path)
 
 
+def test_a_run_is_shown_by_its_directory(tmp_path):
+    run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}))
+    assert len(run.events) > 5 and len(repr(run)) < 200 and str(tmp_path / "run") in repr(run)
+
+
 def write_events(folder, *gold_steps):
     events = [("training_start", 0), *(("gold_checkpoint", step) for step in gold_steps), ("eval", 80)]
     stamps = {"timestamp": "then", "elapsed_s": 1.0, "tokens_processed": 100}

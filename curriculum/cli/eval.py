@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_untrained
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, step_text, tell_untrained
 
 
 @click.command()
@@ -48,11 +48,11 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
     if as_json:
         print_json(measured.to_json())
     else:
-        click.echo("\n".join(table(measured)))
+        click.echo("\n".join(table(measured, step_text(run, measured.step, step, weights))))
 
 
-def table(measured) -> list[str]:
-    """An `Evaluation` as lines of text."""
+def table(measured, of_step) -> list[str]:
+    """An `Evaluation` as lines of text; `of_step` says which step it is."""
     from curriculum.record.wording import columns, few_documents, metric_texts, metric_titles
     from evalsets.metrics import clusters
     from evalsets.summary import Summary
@@ -63,7 +63,7 @@ def table(measured) -> list[str]:
         evalset = measured.evalsets[name]
         counts = (f"{evalset.num_windows:,}", f"{evalset.num_documents:,}")
         rows.append((name, *metric_texts(vars(summary), Summary), *counts))
-    title = f"{measured.run}: step {measured.step:,}, {measured.weights} weights"
+    title = f"{measured.run}: {of_step}, {measured.weights} weights"
     few = [name for name in measured.summaries if clusters(measured.evalsets[name].origin_N)[1] == "blocks"]
     footer = [f"few documents in {few_documents(few)}"] if few else []
     return [title, *columns(rows, right=range(1, len(header)), indent=""), *footer]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import STEP, WEIGHTS, tell_untrained
+from curriculum.cli.options import STEP, WEIGHTS, step_text, tell_untrained
 
 
 @click.command()
@@ -45,5 +45,6 @@ def command(run, format_name, step, weights, dtype, merge, output):
 
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
     merged = ", adapters merged" if merge else ""
-    click.echo(f"{output}: step {exported} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
+    of_step = step_text(run, exported, step, weights)
+    click.echo(f"{output}: {of_step} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
     tell_untrained(exported, step)

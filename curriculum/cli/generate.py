@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, tell_untrained
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, step_text, tell_untrained
 from curriculum.disk.append import discard
 from curriculum.errors import InputError
 from curriculum.sampling import Sampling
@@ -101,7 +101,7 @@ def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_di
     for number, generation in enumerate(generations, start=1):
         if generation.finished == "max_seq_len":
             click.echo(f"prompt {number}: stopped at the model's last position (max_seq_len)", err=True)
-    of_step = f"step {loaded.step:,}, {weights} weights"
+    of_step = f"{step_text(run, loaded.step, step, weights)}, {weights} weights"
     click.echo(f"{of_step}: {num_tokens:,} tokens in {all_s:.2f}s, the first after {first_s:.2f}s", err=True)
 
 

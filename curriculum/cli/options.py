@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
+from curriculum.find_checkpoint import is_step
 from curriculum.record.events import plain
-from curriculum.run import DEFAULT_STORE_DIR
+from curriculum.run import DEFAULT_STORE_DIR, load_run
 
 
 class _Folder(click.Path):
@@ -20,6 +22,14 @@ class _Folder(click.Path):
         if value == "":
             self.fail("got an empty name; is a shell variable not set? The current folder is .", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def step_text(run: str | os.PathLike, step: int, asked: str | None, weights: str) -> str:
+    """`step 300 (gold)`: the step of a checkpoint of a run; if it was not asked for by its number, what it is."""
+    if (asked is not None and is_step(asked)) or weights.startswith("mean:"):
+        return f"step {step:,}"
+    is_gold = asked != "latest" and load_run(run).gold_step == step
+    return f"step {step:,} ({'gold' if is_gold else 'latest'})"
 
 
 def tell_untrained(step: int | None, asked: str | None) -> None:

@@ -80,6 +80,7 @@ class Console:
         self._over = False  # complete, or diverged
         self._blocked: dict[str, Any] | None = None  # the event if the last candidate for the gold was blocked
         self._regressed: list[str] = []  # the sets with a standing alarm
+        self._rises: dict[str, Any] = {}  # of these sets, nats over the baseline that each rose most from
         self._skipped: dict[str, int] = {}  # the counts of skipped updates when last reported
         self._row: dict[str, Any] = {}  # the last metrics row
         self._calm_evals = _CALM_EVALS  # evals since skipped updates were reported
@@ -108,7 +109,7 @@ class Console:
                 self._mark(event)
                 self._print(verdict(event), color=_COLORS["rollback"])
             case "eval":
-                self._regressed = event.get("regressed", [])
+                self._regressed, self._rises = event.get("regressed", []), event.get("rises", {})
                 self._eval_s += event["eval_duration_s"]
                 if self._marks or event["step"] > self._began[0]:  # before, compiling is still to come
                     self._mark(event)
@@ -187,18 +188,24 @@ class Console:
             f"train {loss(event['final_train_loss'])} | val {loss(event['final_val_loss'])}, "
             f"best {loss(event['best_val_loss'])}"
         )
-        risen: dict[str, list[str]] = {"forgotten": [], "not judged": []}
+        risen: dict[str, list[str]] = {"forgotten": [], "not judged": [], "still worse": []}
+        told = set()
         for name, of_set in event["transfer"]["sets"].items():
             lost = of_set["forgetting"]
             value, interval = number(lost["value"]), lost["interval"]
             if interval is not None and interval[0] > 0:
+                told.add(name)
                 risen["forgotten"].append(f"{name} {value:+.4f} since {lost['best_phase']}")
             elif interval is not None and name in self._regressed and value:
+                told.add(name)
                 ends = interval_text(tuple(interval))
                 risen["forgotten"].append(f"{name} {value:+.4f} (95 % {ends}) since {lost['best_phase']}")
             elif interval is None and value is not None and 0 < value < math.inf:
                 why = "too little text for a standard error"
                 risen["not judged"].append(f"{name} {value:+.4f} since {lost['best_phase']}, {why}")
+        # Alarms against other evals than those at the phases' ends, which forgetting is measured by.
+        untold = [name for name in self._regressed if name not in told and name in self._rises]
+        risen["still worse"] = [f"{name} {number(self._rises[name]):+.4f} over its baseline" for name in untold]
         yield from (f"  {label:<12} {'; '.join(sets)}" for label, sets in risen.items() if sets)
         early = event["total_steps"] < event["train_steps"]
         if early:
@@ -221,6 +228,8 @@ class Console:
                     yield f"               ({verdict(self._blocked)})"
                     if self._blocked["guard"] in ("regression", "limit"):
                         yield "               (evalsets.gold.subject_to says how far each other set may rise)"
+            elif self._blocked is not None:
+                yield f"               ({verdict(self._blocked)})"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"

@@ -54,7 +54,7 @@ def unseen(detectable: float | None, tolerance: float, sem: float | None) -> str
         return None
     if detectable > MAX_RISE:
         return f"no rise below {MAX_RISE:g} would be detected"
-    return f"only a rise above {detectable:.2g} would be detected"
+    return f"a rise below {detectable:.2g} may go undetected"
 
 
 def signed(value: Any) -> str:

@@ -21,7 +21,7 @@ from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import listed, signed
-from curriculum.run import Run, load_run
+from curriculum.run import Run, load_run, runs_in
 from curriculum.run_directory import names_in, read_arrays
 from curriculum.views.config_differences import config_differences
 from curriculum.views.same_text import same_text, set_title
@@ -37,7 +37,6 @@ _NOTHING_SHARED = (
     "no eval set can be compared: no two of these runs measured the same text where they are compared; expected two of "
     "them to have a set of the same documents; to add one, resume a run with --eval-dataset-dir NAME=DIR"
 )
-_SCOPE = "for these two checkpoints, not for the recipes"
 NATS, BITS = "nats per token", "bits per byte"
 
 
@@ -136,10 +135,12 @@ class ComparedRuns:
 def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") -> ComparedRuns:
     """Compare run directories by their last evals at or before the common `tokens` or `step`, or a given step.
 
+    A folder of runs stands for all of its runs.
+
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
     """
     check_several("run_dirs", run_dirs)
-    return compare_runs([load_run(path) for path in run_dirs], at=at)
+    return compare_runs([load_run(path) for path in runs_in(run_dirs)], at=at)
 
 
 def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRuns:
@@ -417,15 +418,15 @@ def _verdict(
     low, high = between.interval
     if max(abs(low), abs(high)) < _SHOWN_NATS / 2:
         rounding = f"differ by less than {_SHOWN_NATS} {unit}, within another device's rounding"
-        return f"{ours} and {theirs} {rounding} ({_SCOPE})"
+        return f"{ours} and {theirs} {rounding}"
     if low <= 0 <= high:
         span = f"95 % {signed(low)} to {signed(high)}"
         amount = signed(between.delta) + ("" if unit == NATS else f" {unit}")
-        return f"no difference shown between {ours} and {theirs}: {amount} ({span}; {_SCOPE})"
+        return f"no difference shown between {ours} and {theirs}: {amount} ({span})"
     better, (least, most) = ("better", (-high, -low)) if high < 0 else ("worse", (low, high))
     # Twice the standard deviation of the difference between two seeds of one recipe.
     spread = SEED_SPREAD_NATS * (1.0 if unit == NATS else now.bpb / now.loss)
     by_seed = abs(between.delta) <= 2 * math.sqrt(2) * spread
     caution = "; so small that another seed could reverse it" if by_seed else ""
     amount = f"{abs(between.delta):.4f} {unit} (95 % {least:.4f} to {most:.4f}"
-    return f"{ours} is {better} than {theirs} by {amount}; {_SCOPE}{caution})"
+    return f"{ours} is {better} than {theirs} by {amount}{caution})"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError, check_several
-from curriculum.run import Run, load_run
+from curriculum.run import Run, load_run, runs_in
 from curriculum.views.compare import labels
 from curriculum.views.inspection import inspect_run
 from curriculum.views.page import document
@@ -20,7 +20,7 @@ from curriculum.views.report_runs import of_runs
 
 
 def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> None:
-    """Write the report of one or more runs to the file `output`.
+    """Write the report of one or more runs to the file `output`; a folder of runs stands for all of its runs.
 
     Raises InputError if there is no run, one has not begun or cannot be read, or `output` cannot be written. An earlier
     report is replaced; another file, such as a run's record, is refused.
@@ -30,7 +30,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file path in an existing folder, such as report.html")
     # A folder's name need not be valid text: other bytes are shown escaped.
-    page = report([load_run(run_dir) for run_dir in run_dirs]).encode(errors="backslashreplace").decode()
+    page = report([load_run(run_dir) for run_dir in runs_in(run_dirs)]).encode(errors="backslashreplace").decode()
     try:
         if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
             path.write_text(page, encoding="utf-8")
