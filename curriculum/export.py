@@ -15,7 +15,7 @@ import numpy as np
 from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.chat_template import opens_document, spells_special
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
-from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
 from curriculum.disk.scratch import clear_killed, scratch
@@ -24,7 +24,7 @@ from curriculum.find_checkpoint import architecture_at
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG
-from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf_config_writer import hf_config_of, needs_out_bias
 from curriculum.model.formats.peft import write_peft
 from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
 from curriculum.model.presets import ModelConfig
@@ -202,7 +202,13 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
         gguf_vocabulary(tokenizer, config.num_ids or config.vocab_size)
         hf_config = {}
     else:
-        hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=DTYPES[dtype])
+        hf_config = hf_config_of(
+            config,
+            bos=tokenizer.bos,
+            eos=tokenizer.eot,
+            dtype=DTYPES[dtype],
+            qwen_tokenizer=is_qwen(tokenizer),
+        )
     base = resolved["adaptation"]["init_from"] if kind == "peft" else None
     return _Target(Run(directory, resolved, []).name, config, tokenizer, hf_config, base)
 
@@ -222,7 +228,7 @@ def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> C
 def _write_hf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    tensors = hf_tensors(target.config, arrays)
+    tensors = hf_tensors(target.config, arrays, out_bias=needs_out_bias(target.config, target.hf_config))
     write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
     _write_json(folder / HF_CONFIG, target.hf_config)
     ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}

@@ -19,7 +19,7 @@ from curriculum.errors import InputError
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.hf import checked_tensors, hf_layout, hf_tensors, load_hf
 from curriculum.model.formats.hf_config import hf_model_type, read_hf_config
-from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf_config_writer import hf_config_of, needs_out_bias
 from curriculum.model.formats.hf_weights import hf_fingerprint, stored_tensors, weight_files
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.presets import ModelConfig, RopeScaling
@@ -374,8 +374,7 @@ def test_keys_left_out_are_what_the_class_takes(tmp_path):
         ("Llama-2-7b", {"rope_scaling": "linear"}, "rope_scaling: got str, expected a mapping"),
         ("Llama-2-7b", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: got one for each of: full_attention"),
         ("Llama-2-7b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected null or 1.0"),
-        ("Llama-2-7b", {"attention_bias": True}, "attention_bias: got true with mlp_bias false; expected biases in"),
-        ("Qwen3-0.6B", {"attention_bias": True}, "attention_bias: got true with mlp_bias false; expected biases in"),
+        ("Llama-2-7b", {"mlp_bias": True}, "mlp_bias: got true with attention_bias false; expected biases in both"),
         ("Llama-2-7b", {"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
         ("Llama-2-7b", {"hidden_size": "4096"}, 'hidden_size: got "4096", expected an integer from 1'),
         ("Llama-2-7b", {"vocab_size": None}, "vocab_size: got null, expected an integer from 1"),
@@ -446,6 +445,8 @@ def test_a_file_that_is_no_config(tmp_path, content, words):
         ({"qkv_bias": True}, "qwen2"),
         ({"qkv_bias": True, "sliding_window": 3, "d_head": 6}, "qwen2"),
         ({"qk_norm": True, "sliding_window": 3}, "qwen3"),
+        ({"qk_norm": True, "qkv_bias": True}, "qwen3"),
+        ({"qkv_bias": True, "no_rope_every": 2}, "smollm3"),
         ({"no_rope_every": 2, "bias": True, "sliding_window": 3}, "smollm3"),
         ({"bias": True, "sliding_window": 3}, "smollm3"),
         ({"rope_scaling": RopeScaling("llama3", 8.0, 16), "tie_embeddings": False}, "llama"),
@@ -460,6 +461,35 @@ def test_the_class_that_computes_a_model(tmp_path, changes, model_type):
 
 
 @pytest.mark.parametrize(
+    ("changes", "model_type"),
+    [
+        ({}, "llama"),
+        ({"sliding_window": 3}, "smollm3"),
+        ({"n_head": 3, "n_kv_head": 1, "d_head": 4}, "smollm3"),
+        ({"no_rope_every": 2}, "smollm3"),
+        ({"qk_norm": True}, "qwen3"),
+    ],
+)
+def test_without_qwens_tokenizer_the_output_gets_a_bias_of_0(tmp_path, changes, model_type):
+    config = ModelConfig(**vars(LLAMA) | changes | {"qkv_bias": True, "bias": False})
+    written = hf_config_of(config, bos=0, eos=0, qwen_tokenizer=False)
+    assert written["model_type"] == model_type and needs_out_bias(config, written)
+    assert written["attention_bias"] and not written.get("mlp_bias")
+    assert read_hf_config(config_json(tmp_path, written)) == config
+    arrays = params_of(config)
+    tensors = dict(hf_tensors(config, arrays, out_bias=True))
+    zeros = [name for name in tensors if name.endswith("o_proj.bias")]
+    assert len(zeros) == config.n_layer and not any(tensors[name].any() for name in zeros)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert len(checked_tensors(tmp_path, config)) == len(tensors) - len(zeros)
+    save_file({**tensors, zeros[0]: np.full_like(tensors[zeros[0]], 1e-6)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=rf"{re.escape(zeros[0])}: is not 0; expected one only where"):
+        checked_tensors(tmp_path, config)
+    plain = ModelConfig(**vars(LLAMA) | changes)
+    assert not needs_out_bias(plain, hf_config_of(plain, bos=0, eos=0, qwen_tokenizer=False))
+
+
+@pytest.mark.parametrize(
     ("config", "fields"),
     [
         (ModelConfig(**vars(LLAMA) | {"pos_encoding": "learned"}), ["mlp_type", "norm_type", "bias", "n_kv_head"]),
@@ -471,9 +501,8 @@ def test_the_class_that_computes_a_model(tmp_path, changes, model_type):
         (ModelConfig(**vars(LLAMA) | {"qk_norm": True, "bias": True}), ["bias"]),
         (
             ModelConfig(**vars(LLAMA) | {"qk_norm": True, "qkv_bias": True, "no_rope_every": 2}),
-            ["qkv_bias", "no_rope_every"],
+            ["no_rope_every"],
         ),
-        (ModelConfig(**vars(LLAMA) | {"qkv_bias": True, "no_rope_every": 2}), ["no_rope_every"]),
     ],
 )
 def test_a_combination_that_no_class_has_is_named(config, fields):

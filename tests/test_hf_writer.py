@@ -7,7 +7,7 @@ import pytest
 from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, write_folder
 from tokenizers import Tokenizer as Library
 
-from curriculum.data.tokenizers.hf_writer import merges_of, onig_pattern, write_hf_tokenizer
+from curriculum.data.tokenizers.hf_writer import is_qwen, merges_of, onig_pattern, write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import char_tokenizer, train_bpe
 
@@ -98,6 +98,15 @@ def test_a_folder_whose_class_is_built_anew_names_the_one_that_reads_the_file(tm
     write_hf_tokenizer(load_tokenizer(source), tmp_path / "copy")
     config = json.loads((tmp_path / "copy/tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_only_a_tokenizer_of_qwens_class_is_qwens(tmp_path):
+    assert not is_qwen(byte_tokenizer())
+    for name in ("Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None):
+        source = write_folder("qwen", tmp_path / str(name))
+        config = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+        (source / "tokenizer_config.json").write_text(json.dumps(config))
+        assert is_qwen(load_tokenizer(source)) == (name is not None and name.startswith("Qwen"))
 
 
 def test_a_folder_without_names_gets_them(tmp_path):

@@ -12,6 +12,7 @@ from curriculum.model.formats.hf import hf_tensors, load_hf
 from curriculum.model.formats.hf_config import read_hf_config
 from curriculum.model.formats.hf_config_writer import hf_config_of
 from curriculum.model.model import abstract_params, parameter_name
+from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, head, transformer
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
@@ -124,6 +125,33 @@ def test_every_parameter_counts(theirs, ours):
         changed = [leaf for _, leaf in leaves]
         changed[i] = jax.device_put(other(np.asarray(array)), array.sharding)
         assert apart(logits(jax.tree.unflatten(structure, changed), tokens), expected) > 100 * TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 5}, {"no_rope_every": 2}, {"qk_norm": True}],
+    ids=["llama", "smollm3-window", "smollm3", "qwen3"],
+)
+def test_biases_of_query_key_and_value_without_qwens_tokenizer(changes, tmp_path):
+    """A class with a bias of attention's output too, written as 0, gives the model's logits."""
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    config = ModelConfig(
+        vocab_size=67, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=40, max_seq_len=64, qkv_bias=True, **changes
+    )
+    model = transformer(config)
+    random = np.random.default_rng(1)
+    params = jax.tree.map(lambda like: 0.3 * random.standard_normal(like.shape, np.float32), abstract_params(model))
+    arrays = {parameter_name(path): np.asarray(array) for path, array in jax.tree.leaves_with_path(params)}
+    save_file(dict(hf_tensors(config, arrays, out_bias=True)), tmp_path / "model.safetensors", {"format": "pt"})
+    written = hf_config_of(config, bos=0, eos=1, qwen_tokenizer=False)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    tokens = np.random.default_rng(0).integers(0, 67, (3, 24))
+    assert apart(forward(config, params, tokens) @ head(params).T, their_logits(theirs, tokens)) < TOLERANCE
 
 
 def test_what_goes_back_is_what_came(theirs, ours, tmp_path):

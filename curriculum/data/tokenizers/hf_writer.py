@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Classes that transformers 5 builds from the vocabulary alone: unlike DEFINITION_NAME, they put no space before a text
 # that begins with one.
 _BUILT_ANEW = ("LlamaTokenizer", "LlamaTokenizerFast")
+_QWEN = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -66,6 +67,13 @@ def write_hf_tokenizer(
         config["model_max_length"] = model_max_length
     _write(folder / CONFIG_NAME, config)
     _write(folder / MAP_NAME, special)
+
+
+def is_qwen(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer came from a folder whose class is Qwen's, which transformers builds anew in the same way."""
+    if tokenizer.hf is None:
+        return False
+    return json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}")).get("tokenizer_class") in _QWEN
 
 
 def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Buffers that older versions saved beside the weights: masks and rope frequencies, which follow from the config.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_OUT_WEIGHT, _OUT_BIAS = "self_attn.o_proj.weight", "self_attn.o_proj.bias"
 _TILE = 256
 _UNALIGNED_BYTES = 16
 
@@ -107,16 +108,21 @@ def _norm(config: ModelConfig, theirs: str, ours: str) -> Iterator[HfTensor]:
         yield HfTensor(f"{theirs}.bias", (config.d_model,), (f"{ours}.bias",))
 
 
-def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def hf_tensors(
+    config: ModelConfig, arrays: Mapping[str, np.ndarray], out_bias: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of each tensor of transformers, from parameters by our names, in their own type.
 
-    Rows that pad the vocabulary are cut off. A generator, so that a writer need not hold all tensors.
+    Rows that pad the vocabulary are cut off. `out_bias` adds a bias of 0 to each output projection of attention. A
+    generator, so that a writer need not hold all tensors.
     """
     for tensor in hf_layout(config):
         parts = [np.asarray(arrays[name]) for name in tensor.parameters]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         array = array.T if tensor.transposed else array
         yield tensor.name, np.ascontiguousarray(array[: tensor.shape[0]])
+        if out_bias and tensor.name.endswith(_OUT_WEIGHT):
+            yield tensor.name.removesuffix("weight") + "bias", np.zeros(tensor.shape[0], array.dtype)
 
 
 def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -124,7 +130,8 @@ def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str,
 
     Only headers are read, and for a tied model its head, if it is stored. Raises InputError that lists missing tensors,
     extra ones, and those of another shape or type. Masks and rope frequencies that older versions saved are ignored,
-    and so is the head of a tied model if it equals the embedding.
+    and so are the head of a tied model if it equals the embedding, and biases of attention's output that are 0 where
+    query, key and value have one.
     """
     stored, layout = _full_names(stored_tensors(folder), config), hf_layout(config)
     problems = []
@@ -140,7 +147,10 @@ def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str,
     for name, found in stored.items():
         if name in names or _BUFFERS.search(name):
             continue
-        if name == "lm_head.weight":  # of a tied model
+        if name.endswith(_OUT_BIAS) and config.qkv_bias and found.dtype in FLOATS:
+            if found.map().any():
+                problems.append(f"{name}: is not 0; expected one only where feed-forward has biases too")
+        elif name == "lm_head.weight":  # of a tied model
             embedding = stored.get(layout[0].name)
             if embedding is None or not equal_bytes(found, embedding):
                 problems.append(f"{name}: differs from {layout[0].name}, though config.json says tie_word_embeddings")

@@ -133,10 +133,11 @@ def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
     fields["rope_theta"] = theta
     if model_type in ("llama", "qwen3", "smollm3"):
         has_mlp_bias = model_type != "qwen3" and keys.truth("mlp_bias", False)
-        fields["bias"] = keys.truth("attention_bias", False)
-        if fields["bias"] != has_mlp_bias:
-            got = f"got {shown(fields['bias'])} with mlp_bias {shown(has_mlp_bias)}"
-            keys.problem("attention_bias", f"{got}; expected biases in attention and feed-forward, or in neither")
+        has_attention_bias = keys.truth("attention_bias", False)
+        fields["bias"] = has_attention_bias and has_mlp_bias
+        fields["qkv_bias"] = has_attention_bias and not has_mlp_bias
+        if has_mlp_bias and not has_attention_bias:
+            keys.problem("mlp_bias", "got true with attention_bias false; expected biases in both, or in neither")
     if model_type == "smollm3":
         fields["no_rope_every"] = _no_rope_every(keys, fields["n_layer"])
     return fields

@@ -9,21 +9,31 @@ from curriculum.errors import InputError, shown
 from curriculum.model.formats.hf_config import ALWAYS_WRITTEN, CLASSES, shortest
 from curriculum.model.presets import ModelConfig
 
-# Config fields that config.json and the tensors record, or that do not affect the model: qkv_bias with GPT-2's bias,
-# which covers it. A field that is not recorded must have its default.
+# Config fields that config.json and the tensors record, or that do not affect the model: qkv_bias with a bias, which
+# covers it. A field that is not recorded must have its default.
 _WRITTEN = (*ALWAYS_WRITTEN, "no_rope_every", "qkv_bias")
 _WRITTEN_WITH_ROPE = (*_WRITTEN, "bias", "d_head", "qk_norm", "sliding_window")
+_HAVE_ATTENTION_BIAS = ("llama", "qwen3", "smollm3")
 
 
 def hf_config_of(
-    config: ModelConfig, *, bos: int | None, eos: int | list[int] | None, dtype: str = "float32"
+    config: ModelConfig,
+    *,
+    bos: int | None,
+    eos: int | list[int] | None,
+    dtype: str = "float32",
+    qwen_tokenizer: bool = True,
 ) -> dict[str, Any]:
     """config.json for the transformers class that computes this model. `dtype`: float32, float16 or bfloat16.
+
+    qwen_tokenizer: whether Qwen2 may be the class. For its model_type transformers 5 builds Qwen's tokenizer anew,
+    whatever tokenizer.json and tokenizer_class say. Other tokenizers need a class whose biases are those of query, key,
+    value and output; the last is then 0 (see `needs_out_bias`).
 
     A padded vocabulary is written without its padding. Rope is written twice, for transformers 5 and for earlier
     versions. Raises InputError that names the fields if no class has their combination.
     """
-    model_type = _class_for(config)
+    model_type = _class_for(config, qwen_tokenizer)
     common = {
         "architectures": [CLASSES[model_type]],
         "model_type": model_type,
@@ -59,8 +69,8 @@ def hf_config_of(
         "rms_norm_eps": config.norm_eps,
         **_written_rope(config),
     }
-    if model_type in ("llama", "qwen3", "smollm3"):
-        written["attention_bias"] = config.bias
+    if model_type in _HAVE_ATTENTION_BIAS:
+        written["attention_bias"] = config.bias or config.qkv_bias
     if model_type in ("llama", "smollm3"):
         written["mlp_bias"] = config.bias
     if model_type != "llama":
@@ -76,6 +86,11 @@ def hf_config_of(
         written["no_rope_layer_interval"] = config.no_rope_every or config.n_layer + 1
         written["pad_token_id"] = None  # the class has one of its own, of another vocabulary
     return written
+
+
+def needs_out_bias(config: ModelConfig, hf_config: Mapping[str, Any]) -> bool:
+    """Whether the class of `hf_config` has a bias of attention's output that the model has not; it is written as 0."""
+    return config.qkv_bias and not config.bias and hf_config["model_type"] in _HAVE_ATTENTION_BIAS
 
 
 def _written_rope(config: ModelConfig) -> dict[str, Any]:
@@ -94,7 +109,7 @@ def _written_rope(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": config.rope_theta, "rope_scaling": stretched, "rope_parameters": parameters}
 
 
-def _class_for(config: ModelConfig) -> str:
+def _class_for(config: ModelConfig, qwen_tokenizer: bool) -> str:
     """The model_type that computes a model; Mistral and SmolLM3 are chosen only for what Llama cannot do."""
     config = shortest(config)
     if config.pos_encoding == "learned":
@@ -105,14 +120,13 @@ def _class_for(config: ModelConfig) -> str:
     wanted = config.defaults_beside(_WRITTEN_WITH_ROPE) | {"mlp_type": "swiglu", "norm_type": "rmsnorm"}
     _refuse_unlike(config, wanted, "the Llama family, the classes with rope,")
     if config.qk_norm:
-        wanted = {"bias": False, "qkv_bias": config.qkv_bias and config.bias, "no_rope_every": None}
-        _refuse_unlike(config, wanted, "Qwen3, the class with qk_norm,")
+        _refuse_unlike(config, {"bias": False, "no_rope_every": None}, "Qwen3, the class with qk_norm,")
         return "qwen3"
-    if config.qkv_bias and not config.bias:
-        _refuse_unlike(config, {"no_rope_every": None}, "Qwen2, the class with qkv_bias alone,")
+    if config.qkv_bias and not config.bias and config.no_rope_every is None and qwen_tokenizer:
         return "qwen2"
     odd_width = config.d_model % config.n_head != 0  # Llama's class refuses that, whatever the width of a head
-    if config.no_rope_every is not None or (config.bias and (config.sliding_window is not None or odd_width)):
+    has_bias = config.bias or config.qkv_bias
+    if config.no_rope_every is not None or (has_bias and (config.sliding_window is not None or odd_width)):
         return "smollm3"
     return "mistral" if config.sliding_window is not None or odd_width else "llama"
 
