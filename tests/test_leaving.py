@@ -110,6 +110,10 @@ def test_what_two_processes_decide_together(tmp_path):
 def test_another_installation_is_told(tmp_path, monkeypatch):
     """As with a venv on each machine: another jax in one of them, or other code."""
     here = _program(ROOT)
+    with jax.enable_x64(True):
+        assert {name for name, value in _program(ROOT).items() if value != here[name]} == {
+            "jax's setting jax_enable_x64"
+        }
     assert here["the version of jax"] == jax.__version__ and here["the version of jaxlib"] == jaxlib.__version__
     assert here["the version of Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
     corpus = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), details={}, evalsets={})

@@ -41,7 +41,18 @@ from curriculum.train.step import TrainState
 from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
-_COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # what processes must share
+# What processes must share: versions, and settings of jax, as environment variables make them, that change a program.
+_COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_debug_infs",
+)
 _MOST_SHOWN = 120  # characters of a value in which the processes differ
 _NO_ROPE = "is not supported with make_model; leave it out"
 
@@ -271,12 +282,16 @@ def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | Non
 
 
 def _program(house: Path) -> dict[str, str]:
-    """Versions and a digest of the code: processes that compile different programs may wait for each other forever."""
+    """Versions, jax's settings, and a digest of the code.
+
+    Processes that compile different programs may wait for each other forever.
+    """
     code = xxhash.xxh3_64()
     for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
         code.update(path.read_bytes())
     return {
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         **{f"the version of {package}": version(package) for package in _COMPARED},
+        **{f"jax's setting {name}": str(getattr(jax.config, name)) for name in _SETTINGS},
         "the code of curriculum": code.hexdigest(),
     }
