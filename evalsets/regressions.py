@@ -27,7 +27,9 @@ NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU = 3
 _UNMEASURED, _PRIOR_NU = 2.0, 7  # what jitter is taken to be beforehand, in typical item errors, and how firmly
-_CHANCE, _BENT = 1e-4, 2.0  # tail of the bounds by which two measures of the jitter are compared, and how
+_CHANCE = 1e-4  # tail of the bounds by which two measures of the jitter are compared
+_BENT, _STEEP = 2.0, 2.5  # by how much the bound must fall for another measure to be taken: see `checkpoint_jitter`
+_BEGINNING = 1 / 3  # of the evals of a phase
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
 
@@ -254,22 +256,37 @@ def checkpoint_jitter(watched: Watched, item: np.ndarray) -> Scatter:
     It is measured within each phase (the eval before the first update is in none), about straight lines unless they
     are bent: if the bound of that scatter is more than twice the bound of the scatter about neighbours, the latter is
     taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they do not see
-    slow noise either, which lines do, and leave half as many degrees of freedom. By the same rule, if 3 of these are
-    left, each phase is cut at the set's best eval: where a falling loss turns, a line is bent, and so is the one
-    between the neighbours of the turn.
+    slow noise either, which lines do, and leave half as many degrees of freedom. By the same rule each phase is cut at
+    the set's best eval: where a falling loss turns, a line is bent, and so is the one between the neighbours of the
+    turn. Likewise the first third of each phase is left out, if the bound falls to less than two fifths without it: a
+    steep start bends lines and neighbours alike, and in a run of few evals would count as scatter for most of it. Both
+    take measures of 3 degrees of freedom or more.
     """
     typical = _typical_item(watched, item)
     best_step = watched.baseline_steps_B[..., BEST, None]
-    whole, turned = (
-        _unless_bent(*(_scatter(*about(watched, cut), typical) for about in (_about_lines, _about_neighbours)))
-        for cut in (None, best_step)
-    )
-    return _unless_bent(whole, turned._replace(bound=np.where(turned.nu < MIN_NU, np.inf, turned.bound)))
+
+    def measured(history: Watched, cut: np.ndarray | None, min_nu: int) -> Scatter:
+        found = (_scatter(*about(history, cut), typical) for about in (_about_lines, _about_neighbours))
+        return _unless(_BENT, *(s._replace(bound=np.where(s.nu < min_nu, np.inf, s.bound)) for s in found))
+
+    whole, turned = measured(watched, None, 0), measured(watched, best_step, MIN_NU)
+    settled = measured(_without_beginnings(watched), None, MIN_NU)
+    return _unless(_STEEP, _unless(_BENT, whole, turned), settled)
 
 
-def _unless_bent(usual: Scatter, other: Scatter) -> Scatter:
-    bent = usual.bound > _BENT * other.bound
-    return Scatter(*(np.where(bent, b, a) for a, b in zip(usual, other, strict=True)))
+def _unless(factor: float, usual: Scatter, other: Scatter) -> Scatter:
+    """The usual scatter, or the other where its bound is lower by more than the factor."""
+    taken = usual.bound > factor * other.bound
+    return Scatter(*(np.where(taken, b, a) for a, b in zip(usual, other, strict=True)))
+
+
+def _without_beginnings(watched: Watched) -> Watched:
+    """The memory without the losses of the first evals of each phase, as far as it holds them."""
+    losses_XH = watched.history_losses_H.copy()
+    ends = [*(1 + np.flatnonzero(np.diff(watched.history_phases_H))), NUM_HISTORY]
+    for start, end in zip([0, *ends], ends, strict=False):
+        losses_XH[..., start : start + int(_BEGINNING * (end - start))] = np.nan
+    return watched._replace(history_losses_H=losses_XH)
 
 
 def _scatter(jitter: np.ndarray, nu: np.ndarray, typical_item: np.ndarray) -> Scatter:

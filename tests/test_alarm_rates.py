@@ -160,6 +160,42 @@ def test_a_steep_rise_amid_the_phase_of_a_run_of_twenty_evals_is_found_by_the_fo
     assert np.mean(found) >= at_least
 
 
+@pytest.mark.parametrize(
+    ("item_error", "jitter", "at_least"), [(0.03, 0.02, 0.95), (0.02, 0.01, 0.98), (0.03, 0.05, 0.5)]
+)
+def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(monkeypatch, item_error, jitter, at_least):
+    """A run from random parameters, whose loss falls by 0.65 in each of two evals, by 0.06 in each later one."""
+    monkeypatch.setitem(globals(), "PHASE_ENDS", (10,))
+    fall = lambda k: 0.59 * min(k, 2) + 0.06 * min(k, 10)  # noqa: E731
+    simulation = Simulation(np.random.default_rng(13), (500,), 0.0, 0.05, fall, item_error=item_error, jitter=jitter)
+    simulation.level = error_level(0.95, 0.0, 2 * 20 * 3, 2 * 20 * 3)
+    for _ in range(10):
+        assert np.mean(simulation.eval().states_B == REGRESSED) == 0
+    found = np.zeros(500, bool)
+    for rise in (0.2, 0.5):
+        simulation.rise = np.full(500, rise)
+        found |= np.any(simulation.eval().states_B == REGRESSED, axis=-1)
+    print(f"item error {item_error}, jitter {jitter}: found in {np.mean(found):.3f}")
+    assert np.mean(found) >= at_least
+
+
+@pytest.mark.parametrize(("rho", "jitter", "at_most"), [(0.0, 0.02, 0.01), (0.5, 0.02, 0.01), (0.0, 0.03, 0.02)])
+def test_a_steep_start_of_a_run_of_twenty_evals_makes_no_false_alarms(monkeypatch, rho, jitter, at_most):
+    monkeypatch.setitem(globals(), "PHASE_ENDS", (10,))
+    alarmed = 0
+    rng = np.random.default_rng([14, int(100 * jitter), int(10 * rho)])
+    for _ in range(10):
+        fall = lambda k: 2.5 * (1 - 0.5**k)  # noqa: E731
+        simulation = Simulation(rng, (BLOCK, NUM_SETS), rho, 0.0, fall, item_error=0.01, jitter=jitter)
+        simulation.level = error_level(0.95, 0.0, NUM_SETS * 20 * 3, NUM_SETS * 20 * 3)
+        any_alarm = np.zeros(BLOCK, bool)
+        for _ in range(20):
+            any_alarm |= np.any(simulation.eval().states_B == REGRESSED, axis=(1, 2))
+        alarmed += int(np.count_nonzero(any_alarm))
+    print(f"rho {rho}, jitter {jitter}: any alarm in {alarmed} of {10 * BLOCK} runs")
+    assert alarmed <= at_most * 10 * BLOCK
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 @pytest.mark.parametrize("tolerance", [0.0, 0.01])
 @pytest.mark.parametrize("boundary", PHASE_ENDS)
