@@ -47,6 +47,14 @@ def together(*calls):
     return [found[i] for i in range(len(calls))]
 
 
+def stops(p, step, received=None):
+    """(the signal, the step after which it stops) of a process that goes on from a step."""
+    while (stopped_by := p.agreed_stop(received, step)) is None:
+        step += 1
+        time.sleep(0.01)
+    return stopped_by, step
+
+
 def test_processes_tell_each_other_what_they_have():
     port = free_port()
     peers = meet(*(Launch("127.0.0.1", port, 3, i) for i in range(3)))
@@ -57,12 +65,6 @@ def test_processes_tell_each_other_what_they_have():
     # Asked to stop after different steps; process 2 got the signal. No one waits until it is known.
     assert [p.agreed_stop(None, step) for p, step in zip(peers, (7, 5, 6), strict=True)] == [None] * 3
     assert peers[2].agreed_stop(signal.SIGTERM, 7) is None
-
-    def stops(p, step):
-        while (received := p.agreed_stop(None, step)) is None:
-            step += 1
-            time.sleep(0.01)
-        return received, step
 
     stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (8, 6, 8), strict=True)))
     assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] >= 8
@@ -76,13 +78,7 @@ def test_a_signal_that_all_get_stops_them_at_one_step():
     assert [p._names for p in peers] == [peers[0]._names] * 3 and len(peers[0]._names) == 3
     assert [p.agreed_stop(None, step) for p, step in zip(peers, (2, 9, 4), strict=True)] == [None] * 3
 
-    def stops(p, step):
-        while (received := p.agreed_stop(signal.SIGTERM, step)) is None:
-            step += 1
-            time.sleep(0.01)
-        return received, step
-
-    stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (3, 10, 5), strict=True)))
+    stopped = together(*(lambda p=p, s=s: stops(p, s, signal.SIGTERM) for p, s in zip(peers, (3, 10, 5), strict=True)))
     # The second looks at step 10, and at later ones as long as it has not heard of the others.
     assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] >= 10
     together(*(p.close for p in peers))
@@ -91,15 +87,28 @@ def test_a_signal_that_all_get_stops_them_at_one_step():
 def test_a_step_that_was_promised_is_not_passed():
     port = free_port()
     peers = meet(*(Launch("127.0.0.1", port, 2, i) for i in range(2)))
-    assert peers[1].agreed_stop(None, 6) is None and peers[1]._promise(signal.SIGTERM) == 7
+    assert peers[1].agreed_stop(None, 6) is None and peers[1]._promise(signal.SIGTERM) == (0, 7)
     found = []
     waits = threading.Thread(target=lambda: found.append(peers[1].agreed_stop(None, 7)))
     waits.start()
     waits.join(0.3)
     assert waits.is_alive()
-    peers[1]._stop_after(8)
+    peers[1]._stop_after((0, 8))
     waits.join(20)
     assert found == [None] and peers[1].agreed_stop(None, 8) == signal.SIGTERM
+    together(*(p.close for p in peers))
+
+
+def test_a_stop_that_is_asked_for_around_a_rollback_comes_at_the_first_step_after_it():
+    """Process 0 has gone back from step 5 to 2; process 1, which has not looked since, promises step 6."""
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 2, i) for i in range(2)))
+    assert [p.agreed_stop(None, 5) for p in peers] == [None] * 2 and peers[0].agreed_stop(None, 3) is None
+    assert peers[0].agreed_stop(signal.SIGTERM, 4) is None  # asks
+    stopped = together(lambda: peers[0].agreed_stop(None, 5), lambda: stops(peers[1], 3))
+    assert stopped == [signal.SIGTERM, (signal.SIGTERM, 5)]
+    # Saving finds that it must go back once more: the next step is after the one that was agreed on.
+    assert [p.agreed_stop(None, 3) for p in peers] == [signal.SIGTERM] * 2
     together(*(p.close for p in peers))
 
 

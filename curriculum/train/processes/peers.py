@@ -53,10 +53,11 @@ class Peers:
         self._changed = threading.Condition()  # guards all that follows
         self._closed = self._left = self._ending = False
         self._ended_by: str | None = None  # why another process ends
-        self._next_look = 0  # the first step at which the main thread asks whether to stop
-        self._looks: dict[int, int] = {}  # in process 0: the same of each process, once a stop is asked for
+        # (rollbacks so far, step) at which the main thread asks whether to stop: last, and next at the earliest.
+        self._last_look, self._next_look = (0, -1), (0, 0)
+        self._looks: dict[int, tuple[int, int]] = {}  # in process 0: the next of each process, once a stop is asked for
         self._stop_signal: int | None = None
-        self._stop_step: int | None = None
+        self._stop_look: tuple[int, int] | None = None
         self._asking = self._told_signal = False
         self.signal_elsewhere: int | None = None  # in process 0: of a process that waited for it
         if self.index == 0:
@@ -102,18 +103,21 @@ class Peers:
         """The signal to stop by after `step`, None to continue; the same in all processes.
 
         Called after every step. `received`: the signal that this process got. No process waits for another until a
-        stop is asked for; then all stop at the first step that none has passed.
+        stop is asked for; then all stop at the first step that none has passed, or, if a rollback comes before it, at
+        the first one after that.
         """
         if self._left:
             return received
         with self._changed:
+            rollbacks, last = self._last_look
+            look = self._last_look = (rollbacks + (step <= last), step)
             asks = received is not None and self._stop_signal is None
             if self._stop_signal is None:
-                self._next_look = step + 1
+                self._next_look = (look[0], step + 1)
             # Having promised process 0 to look at `_next_look`, this process must wait there to learn when to stop.
-            elif step >= self._next_look:
-                self._changed.wait_for(lambda: self._stop_step is not None)
-            if self._stop_step is not None and step >= self._stop_step:
+            elif look >= self._next_look:
+                self._changed.wait_for(lambda: self._stop_look is not None)
+            if self._stop_look is not None and look >= self._stop_look:
                 return self._stop_signal
         if asks:
             if self.index:
@@ -319,14 +323,14 @@ class Peers:
             elif kind == "stop":
                 self._asked_to_stop(message["signal"])
             elif kind == "stopping":
-                self._send(0, {"kind": "look", "step": self._promise(message["signal"])})
+                self._send(0, {"kind": "look", "at": self._promise(message["signal"])})
             elif kind == "look":
-                self._looked(sender, message["step"])
+                self._looked(sender, tuple(message["at"]))
             elif kind == "stop_at":
-                self._stop_after(message["step"])
+                self._stop_after(tuple(message["at"]))
 
     def _asked_to_stop(self, signal_number: int) -> None:
-        """In process 0: ask every process for the first step at which it can stop."""
+        """In process 0: ask every process where it can stop at the earliest."""
         with self._changed:
             if self._asking:
                 return
@@ -334,22 +338,22 @@ class Peers:
         self._send_all({"kind": "stopping", "signal": signal_number})
         self._looked(0, self._promise(signal_number))
 
-    def _promise(self, signal_number: int) -> int:
+    def _promise(self, signal_number: int) -> tuple[int, int]:
         with self._changed:
             self._stop_signal = signal_number
             return self._next_look
 
-    def _looked(self, index: int, step: int) -> None:
+    def _looked(self, index: int, look: tuple[int, int]) -> None:
         with self._changed:
-            self._looks[index] = step
+            self._looks[index] = look
             agreed = max(self._looks.values()) if len(self._looks) == self.count else None
         if agreed is not None:
-            self._send_all({"kind": "stop_at", "step": agreed})
+            self._send_all({"kind": "stop_at", "at": agreed})
             self._stop_after(agreed)
 
-    def _stop_after(self, step: int) -> None:
+    def _stop_after(self, look: tuple[int, int]) -> None:
         with self._changed:
-            self._stop_step = step
+            self._stop_look = look
             self._changed.notify_all()
 
     def _lost(self, index: int, why: str | None, exit_code: int) -> None:
