@@ -280,3 +280,16 @@ def test_a_damaged_file_of_the_way_back_is_told_and_a_step_goes_without_it(place
 
     with pytest.raises(Enough):
         trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, **data)
+
+
+def test_a_mesh_that_does_not_divide_the_rows_of_a_past_phase_is_told_on_the_way_back(place, tmp_path, monkeypatch):
+    """A resume checks the phases ahead alone, so that a finished one may have other rows."""
+    asked = []
+    monkeypatch.setattr(divergence, "row_shards", lambda mesh: asked.append(mesh) or 3)
+    with pytest.raises(divergence.Diverged) as told:
+        trained(place, tmp_path / "run", monkeypatch, **RAISES)
+    assert (
+        "  rollbacks    0 of 1\n               the run cannot go back to step 4 on this mesh: train.batch_size: got 4 in"
+        in str(told.value)
+    )
+    assert asked and load_run(tmp_path / "run").diverged["last_good_step"] == 4

@@ -14,8 +14,10 @@ from curriculum.record.events import Record, number, read_events, read_metrics, 
 from curriculum.record.queries import acts_of
 from curriculum.record.wording import counted
 from curriculum.run_directory import RunDirectory
+from curriculum.schema.shapes import row_problems
 from curriculum.train.bases import base_again
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
+from curriculum.train.mesh import row_shards
 from curriculum.train.processes.together import from_first
 from curriculum.train.resuming.edits import gone_back
 from curriculum.train.resuming.going_back import Rollback
@@ -61,16 +63,26 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
     config, rollbacks = run.setup.config.train.rollback, run.history.rollbacks
     why = None
     if config is not None and len(rollbacks) < config.max:
-        try:
-            good = divergence.good_step or 0
-            run.setup.course.pass_over(divergence.first_bad_step, config.skip_steps, back_to=good)
-        except RollbackRefused as refused:
-            why = f"the data of {counted(config.skip_steps, 'step')} cannot be passed over: {refused}"
+        good = divergence.good_step or 0
+        if why := _rows_not_divided(run.setup, good):
+            why = f"the run cannot go back to step {good} on this mesh: {why}"
         else:
-            raise GoingBack(_rollback(run, done, divergence))
+            try:
+                run.setup.course.pass_over(divergence.first_bad_step, config.skip_steps, back_to=good)
+            except RollbackRefused as refused:
+                why = f"the data of {counted(config.skip_steps, 'step')} cannot be passed over: {refused}"
+            else:
+                raise GoingBack(_rollback(run, done, divergence))
     first, good = divergence.first_bad_step, divergence.good_step
     _record_diverged(run.record, done, divergence.reason, first, rollbacks, good)
     raise Diverged(_summary(run, done, divergence, why))
+
+
+def _rows_not_divided(setup: Setup, step: int) -> str | None:
+    """What is wrong with the rows of phases from `step` on; only those ahead were checked when the run was taken up."""
+    phases, shards = setup.course.schedule.phases_after(step), row_shards(setup.mesh)
+    problems = row_problems(setup.config.train, setup.config.phases, shards, phases)
+    return next((f"{path}: {message}" for path, message in problems), None)
 
 
 def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
