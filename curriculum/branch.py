@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,12 @@ from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there, checkpoint_steps, is_step, read_ledger, undamaged
 from curriculum.model.model import Model
+from curriculum.parsing.yaml12 import Origin
 from curriculum.record.console import resume_command
 from curriculum.record.events import EVENTS, check_offsets
 from curriculum.record.queries import acts_of
 from curriculum.record.sentences import verdict
+from curriculum.record.wording import printable
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import declaration
@@ -98,7 +101,7 @@ def branch(
         raise config.error([("train.steps", f"{ends}; expected more")])
     if config.origin.text is not None:
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
-        origin = replace(config.origin, file=str(directory.own_config))
+        origin = _headed(config, str(directory.own_config), f"{os.fspath(run)} from step {at}")
         setup = replace(setup, config=replace(setup.config, origin=origin))
     known = len(newest["history"]["rollbacks"])
     since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
@@ -116,6 +119,18 @@ def branch(
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
+
+
+def _headed(config: Config, file: str, trunk: str) -> Origin:
+    """The origin of a branch's copy of its trunk's config file: comments at its top say what the branch adds."""
+    added = [f"#   {printable(option)}" for option in config.command_line]
+    lines = [f"# A branch of {printable(trunk)}: the config of that run{', to which this one adds' if added else ''}"]
+    lines += [*added, "# What is trained is written out in config.resolved.json.", ""]
+    text, positions = config.origin.text, config.origin.positions
+    bom = "\ufeff" if text.startswith("\ufeff") else ""
+    text = bom + "\n".join([*lines, text.removeprefix(bom)])
+    positions = {path: (line + len(lines), column) for path, (line, column) in positions.items()}
+    return replace(config.origin, file=file, text=text, positions=positions)
 
 
 def go_on_command(run_dir: Path, store_dir: str | Path, **own: Any) -> str:

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from compared_runs import saved_arrays, without_clock
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
 
-from curriculum.branch import _settled, branch
+from curriculum.branch import _headed, _settled, branch
 from curriculum.branching.copy import copy_trunk
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
@@ -23,6 +24,7 @@ from curriculum.disk.manifest import damage, write_manifest
 from curriculum.disk.scratch import scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
+from curriculum.parsing.yaml12 import read_yaml
 from curriculum.record.console import program
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
@@ -155,7 +157,12 @@ def test_a_branch_tells_where_it_comes_from(branched, folder):
     assert point == {"run": str(folder / "trunk"), "step": 14, "branched_from": None}
     assert resolved["command_line"][0] == "--set logging.every=2"  # the trunk's own
     assert "--set train.steps=20" in resolved["command_line"]
-    assert (new / "config.yaml").read_text() == (folder / "trunk.yaml").read_text()
+    head, empty, rest = (new / "config.yaml").read_text().partition("\n\n")
+    assert empty and rest == (folder / "trunk.yaml").read_text()
+    first, *added, last = head.splitlines()
+    assert first == f"# A branch of {folder / 'trunk'} from step 14: the config of that run, to which this one adds"
+    assert added == [f"#   {option}" for option in resolved["command_line"]]
+    assert last == "# What is trained is written out in config.resolved.json."
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     assert events.count(("schedule_edit", 14)) == 1 and [e for e in events if e[0] == "training_start"] == [
         ("training_start", 0)
@@ -604,3 +611,15 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
 def _entry(setup):
     history = History.begin(setup)
     return json.loads(json.dumps(ledger.entry(setup, 11, history, {}, 0.0)))
+
+
+def test_problems_of_the_copied_config_are_told_at_their_lines(tmp_path):
+    """Below the comments that a branch puts at the top of its trunk's file."""
+    (tmp_path / "trunk.yaml").write_text("\ufeffname: a\ntrain:\n  steps: 4\n")
+    data, origin = read_yaml(tmp_path / "trunk.yaml")
+    config = SimpleNamespace(origin=origin, command_line=["--set a=b\nc"])
+    headed = _headed(config, str(tmp_path / "copy.yaml"), "runs/trunk from step 3")
+    (tmp_path / "copy.yaml").write_text(headed.text)
+    again, read = read_yaml(tmp_path / "copy.yaml")
+    assert again == data and read.positions == headed.positions and "#   --set a=b\\nc\n" in headed.text
+    assert headed.place("train.steps") == f"{tmp_path / 'copy.yaml'}:7:3"
