@@ -19,7 +19,7 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there, checkpoint_steps, is_step, read_ledger, undamaged
 from curriculum.model.model import Model
 from curriculum.parsing.yaml12 import Origin
-from curriculum.record.console import resume_command
+from curriculum.record.console import phase_lines, resume_command
 from curriculum.record.events import EVENTS, check_offsets
 from curriculum.record.queries import acts_of
 from curriculum.record.sentences import verdict
@@ -27,7 +27,7 @@ from curriculum.record.wording import printable
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import declaration
-from curriculum.train.fields import branch_edit
+from curriculum.train.fields import branch_edit, derived
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.edits import changes_since, find_edit, gone_on
 from curriculum.train.resuming.opening import check, check_apart, tokenizer_to_go_on
@@ -48,7 +48,8 @@ def branch(
     eval_dataset_dirs: Iterable[str] = (),
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
-) -> dict[str, Any]:
+    dry_run: bool = False,
+) -> dict[str, Any] | None:
     """Begin a run in `run_dir` that equals `run`, the trunk, up to step `at`, and train it to its end.
 
     The branch starts from the trunk's newest checkpoint at or before `at` that verifies and takes over the record up to
@@ -59,6 +60,8 @@ def branch(
     repeats the whole trunk, if the trunk was not edited after `at`.
 
     The branch needs nothing of the trunk afterwards. `make_model` is as in `train`.
+
+    With `dry_run` it only checks all of this, prints what would be trained, and returns None; text is prepared.
 
     Returns the branch's `training_complete` event. Raises InputError for what the user can fix, before `run_dir` is
     created, and Stopped after a signal: `train(..., resume="latest")` then resumes the branch.
@@ -99,6 +102,14 @@ def branch(
             fix = "raise its max_epochs, or choose another on_exhaust"
             raise config.error([("sources", f"{ends}, as a source with on_exhaust: stop is used up; {fix}")])
         raise config.error([("train.steps", f"{ends}; expected more")])
+    edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
+    if dry_run:
+        print(f"dry run: a branch of {trunk.directory.path} at step {at}, from its checkpoint of step {step}")
+        print(*phase_lines(derived(setup), at), sep="\n")
+        _tell(edit_event)
+        print("no run was written")
+        setup.close()
+        return None
     if config.origin.text is not None:
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = _headed(config, str(directory.own_config), f"{os.fspath(run)} from step {at}")
@@ -113,12 +124,15 @@ def branch(
         check_there(checkpoint)  # a trunk that trains may have deleted it
         raise
     if step == at:  # else the console shows it when the branch reaches `at`
-        edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
-        print(verdict(edit_event))
-        print(*(f"warning: {w}\n" for w in edit_event["warnings"]), sep="", end="", file=sys.stderr)
+        _tell(edit_event)
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
+
+
+def _tell(edit_event: Mapping[str, Any]) -> None:
+    print(verdict(edit_event))
+    print(*(f"warning: {w}\n" for w in edit_event["warnings"]), sep="", end="", file=sys.stderr)
 
 
 def _headed(config: Config, file: str, trunk: str) -> Origin:

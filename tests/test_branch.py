@@ -613,6 +613,24 @@ def _entry(setup):
     return json.loads(json.dumps(ledger.entry(setup, 11, history, {}, 0.0)))
 
 
+def test_a_dry_run_shows_what_would_be_trained_and_leaves_nothing(whole, folder, tmp_path, capsys):
+    options = {
+        "overrides": ["train.steps=28", "phases.c.mixture={web: 0.25, code: 0.75}"],
+        "store_dir": folder / "store",
+    }
+    assert branch(whole, "16", tmp_path / "new", **options, dry_run=True) is None
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"dry run: a branch of {whole} at step 16, from its checkpoint of step 16"
+    assert "  phase      c [17, 28) code 0.75, web 0.25" in told or any(
+        "c [" in line and "0.75" in line for line in told
+    )
+    assert any(line.startswith("schedule edit at step 16: branched from") for line in told)
+    assert told[-1] == "no run was written" and not (tmp_path / "new").exists()
+    branch(whole, "16", tmp_path / "new", **options)
+    edits = [line for line in told if line.startswith("schedule edit")]
+    assert edits[0] in capsys.readouterr().out.splitlines()
+
+
 def test_problems_of_the_copied_config_are_told_at_their_lines(tmp_path):
     """Below the comments that a branch puts at the top of its trunk's file."""
     (tmp_path / "trunk.yaml").write_text("\ufeffname: a\ntrain:\n  steps: 4\n")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS
-from curriculum.record.console import Console, program, tensorboard_link
+from curriculum.record.console import Console, phase_lines, program, tensorboard_link
 from curriculum.record.queries import planned_tokens
 from curriculum.record.sentences import verdict
 
@@ -25,6 +25,7 @@ PLAN = {
     ],
     "learning_rate": [{"piece": {"start": 0, "first": 6e-4, "last": 6e-4}}],
 }
+NO_PHASES = {**PLAN, "phases": []}  # for what is no matter of the phases ahead
 CONFIG = {
     "name": "example",
     "sources": {"web": {}, "code": {}, "law": {}},
@@ -208,7 +209,7 @@ def test_what_it_trains_on_is_said_once_a_process(tmp_path):
     lines = ["  devices    2 x NVIDIA H200", "             added to XLA_FLAGS: --a=1"]
     started = printed(tmp_path, start(), evaluated(0, 40.0, val=9.0), device_lines=lines)
     assert [line for line in started if line in lines] == lines and started[-4:-2] == lines
-    resumed = printed(tmp_path, stamped("resume", 500, plan=PLAN), device_lines=iter(lines))
+    resumed = printed(tmp_path, stamped("resume", 500, plan=NO_PHASES), device_lines=iter(lines))
     assert resumed == ["resumed at step 500 of 75000", *lines]
 
 
@@ -528,7 +529,7 @@ def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
     reader, writer = os.openpty()
     with os.fdopen(writer, "w", encoding="utf-8") as terminal:
         console = Console(tmp_path, stream=terminal)
-        console.event(stamped("resume", 30, plan=PLAN))
+        console.event(stamped("resume", 30, plan=NO_PHASES))
         console.row(row(40))
         console.row(row(50))
         console.event(stamped("gold_blocked", 60, reason="trend", guard="trend"))
@@ -560,7 +561,7 @@ def test_a_terminal_shows_what_matters_in_color_unless_it_is_not_to(tmp_path, mo
     )
     with os.fdopen(writer, "w", encoding="utf-8") as terminal:
         console = Console(tmp_path, stream=terminal)
-        console.event(stamped("resume", 30, plan=PLAN))
+        console.event(stamped("resume", 30, plan=NO_PHASES))
         console.event(failed)
     line = verdict(failed)
     shown = f"\x1b[31m{line}\x1b[0m" if colored else line
@@ -605,7 +606,21 @@ def test_train_log_keeps_every_line_and_the_checkpoints(tmp_path):
     assert log == [*lines, f"checkpoint at step 200: {tmp_path / 'checkpoints' / '200'}"] and len(lines) == 9
     printed(tmp_path, stamped("resume", 200, plan=PLAN))
     log_after = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
-    assert log_after == [*log, "resumed at step 200 of 75000"]
+    assert log_after == [
+        *log,
+        "resumed at step 200 of 75000",
+        *phase_lines(PLAN),
+    ]
+
+
+def test_a_resume_shows_the_phases_ahead_up_to_a_number(tmp_path):
+    phases = [{**PLAN["phases"][0], "name": f"p{i}", "start": 100 * i, "end": 100 * i + 100} for i in range(12)]
+    lines = printed(tmp_path, stamped("resume", 200, plan={**PLAN, "total_steps": 1200, "phases": phases}))
+    ahead = [line.split()[1] for line in lines if line.startswith("  phase ")]
+    assert ahead == [f"p{i}" for i in range(2, 10)] and lines[-1] == "             and 2 more phases"
+    lines = printed(tmp_path, stamped("resume", 401, plan={**PLAN, "total_steps": 1200, "phases": phases}))
+    assert [line.split()[1] for line in lines if line.startswith("  phase ")] == [f"p{i}" for i in range(4, 12)]
+    assert "more phase" not in lines[-1]
 
 
 def complete(gold_step, train_steps=75000):

@@ -17,8 +17,9 @@ from curriculum.cli.options import CHANGES, FOLDER, STORE_DIR
 @CHANGES["overrides"]
 @CHANGES["dataset_dirs"]
 @CHANGES["eval_dataset_dirs"]
+@click.option("--dry-run", is_flag=True, help="Check everything, and show what would be trained; leave no run.")
 @STORE_DIR
-def command(run, at, run_dir, store_dir, **changes):
+def command(run, at, run_dir, dry_run, store_dir, **changes):
     """Train a new run that equals RUN up to a step and continues with RUN's config as the options change it.
 
     It starts from RUN's newest checkpoint at or before that step and repeats the steps between exactly as RUN did.
@@ -26,4 +27,4 @@ def command(run, at, run_dir, store_dir, **changes):
     from curriculum.branch import branch, go_on_command
 
     with stopped_runs(f"`{go_on_command(run_dir, store_dir)}`"):
-        branch(run, at, run_dir, **changes, store_dir=store_dir)
+        branch(run, at, run_dir, **changes, store_dir=store_dir, dry_run=dry_run)

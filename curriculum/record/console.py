@@ -28,13 +28,23 @@ from curriculum.record.sentences import (
     skipped_why,
     verdict,
 )
-from curriculum.record.wording import MOST_NAMED, duration, first_of, interval_text, largest, loss, percent_done
+from curriculum.record.wording import (
+    MOST_NAMED,
+    counted,
+    duration,
+    first_of,
+    interval_text,
+    largest,
+    loss,
+    percent_done,
+)
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from evalsets.summary import Recorded
 
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once
+_PHASES_AHEAD = 8  # that a resume shows
 _MANY_NAMES = 20  # sources or eval sets in a line of the header
 _MANY_SETS = 12  # with more, the line of an eval would be too long to read
 # Terminal codes by event: red, yellow, green, bold.
@@ -103,7 +113,8 @@ class Console:
                 self._print(*header(event, self._run_dir), *self._device_lines)
             case "resume":
                 self._checkpoint_step, self._began = event["step"], (event["step"], event["elapsed_s"])
-                self._print(verdict(event), *self._device_lines)
+                ahead = phase_lines(event["plan"], event["step"], _PHASES_AHEAD)
+                self._print(verdict(event), *ahead, *self._device_lines)
             case "rollback":
                 self._checkpoint_step = event["step"] or None  # at step 0 it begins anew, without a checkpoint
                 self._mark(event)
@@ -304,18 +315,27 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     yield f"  run        {run_dir}"
     yield f"  sources    {first_of([*config['sources']], _MANY_NAMES)}"
     yield f"  eval sets  {first_of(sets, _MANY_NAMES)}"
-    name_width = max(len(phase["name"]) for phase in plan["phases"])
-    step_width = len(str(plan["total_steps"]))
-    shapes = shapes_of(plan["phases"])
-    for phase, shape in zip(plan["phases"], shapes, strict=True):
-        bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
-        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase["ramp_steps"] else ""
-        mixture = _mixture(phase["mixture"]) + ramp
-        yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
+    yield from phase_lines(plan)
     if (wandb := config["logging"]["wandb"]) and wandb["mode"] == "offline":
         folder = shlex.quote(str(run_dir / "wandb"))
         yield f"  wandb      offline, {folder}; later: {program('wandb')} sync {folder}/offline-run-*"
     yield from _warnings(event)
+
+
+def phase_lines(plan: dict[str, Any], step: int = 0, most: int | None = None) -> Iterator[str]:
+    """A line for each phase of a plan that has updates from `step` on; at most the first `most`, with a count."""
+    shapes = shapes_of(plan["phases"])
+    ahead = [(phase, shape) for phase, shape in zip(plan["phases"], shapes, strict=True) if phase["end"] > step]
+    shown = ahead[:most]
+    name_width = max((len(phase["name"]) for phase, _ in shown), default=0)
+    step_width = len(str(plan["total_steps"]))
+    for phase, shape in shown:
+        bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
+        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase["ramp_steps"] else ""
+        mixture = _mixture(phase["mixture"]) + ramp
+        yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
+    if len(shown) < len(ahead):
+        yield f"             and {counted(len(ahead) - len(shown), 'more phase')}"
 
 
 def _warnings(event: dict[str, Any]) -> Iterator[str]:
