@@ -771,6 +771,15 @@ def test_without_gold_the_end_says_what_blocked_it(tmp_path):
     ]
 
 
+def test_what_is_no_better_than_before_training_is_not_to_be_deployed(tmp_path):
+    blocked = stamped("gold_blocked", 75000, reason="start: 8.1 is not below 7.6", guard="start")
+    lines = printed(tmp_path, start(), blocked, stamped("checkpoint", 75000), complete(gold_step=None))
+    assert lines[-2:] == [
+        "  deploy       nothing: the last eval was no better than before training, and none before it is gold",
+        "               (gold blocked at step 75000: start: 8.1 is not below 7.6)",
+    ]
+
+
 @pytest.mark.parametrize("val_loss", ["NaN", "Infinity"])
 def test_a_checkpoint_whose_loss_is_not_finite_is_not_to_be_deployed(tmp_path, val_loss):
     lines = printed(

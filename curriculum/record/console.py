@@ -226,6 +226,9 @@ class Console:
         val_loss = number(event["final_val_loss"])
         if event["gold_step"] is None and val_loss is not None and not math.isfinite(val_loss):
             yield f"  deploy       nothing: val is {loss(val_loss)}, and the run has no gold checkpoint"
+        elif event["gold_step"] is None and self._blocked is not None and self._blocked["guard"] == "start":
+            yield "  deploy       nothing: the last eval was no better than before training, and none before it is gold"
+            yield f"               ({verdict(self._blocked)})"
         elif event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
             if self._blocked is not None:
