@@ -30,6 +30,7 @@ from curriculum.views.figures import (
     thinned,
 )
 from curriculum.views.report import report, write_report
+from curriculum.views.report_evals import _shades
 from curriculum.views.report_run import _mixture_course
 from curriculum.views.report_runs import overlays
 from evalsets.metrics import summarise
@@ -151,7 +152,7 @@ def test_what_the_page_of_a_run_says(rich):
     assert page.has_row("100", "○ recovered", "law")
     assert page.has_row("start", "0", "3.0000", "4.0000")
     assert page.has_row("foundation", "60", "2.4000", "-") and page.has_row("domain", "100", "2.9000", "3.2500")
-    assert page.has_row("forgetting", "+0.5000", "[+0.4500, +0.5500]", "+0.0000", "[+0.0000, +0.0000]")
+    assert page.has_row("forgetting", "+0.5000", "[+0.4500, +0.5500]", "0", "lowest at the end")
     assert any(row.startswith("gain over start | ") and "[+0.7000, +0.8000]" in row for row in page.rows)
     # 60 steps of 100 tokens with web 0.8 and code 0.2, of epochs of 10,000 tokens.
     assert page.has_row("foundation", "4,800", "0.48 epochs", "1,200", "0.12 epochs")
@@ -740,3 +741,12 @@ def test_the_command_writes_a_file_without_jax_and_exits_with_2_where_it_cannot(
     assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
     code, out, errors, _ = command("report", tmp_path / "nowhere", "-o", tmp_path / "s.html")
     assert (code, out) == (2, "") and "holds no run" in errors and not (tmp_path / "s.html").exists()
+
+
+def test_a_phase_end_is_shaded_for_what_was_lost_until_then():
+    def of(start, *losses):
+        return _shades({"start": start, "loss": list(losses)})
+
+    assert of(8.0, 6.0, 5.0, 7.0) == [0.0, 0.0, 1.0]  # that a later phase improved it is no loss
+    assert of(4.0, 6.0, None, 5.0, "NaN", 3.0) == pytest.approx([2 / 3, 0.0, 1 / 3, 0.0, 0.0])
+    assert of(None, 5.0) == [0.0] and of("NaN", None) == [0.0] and of(5.0) == [] and of(5.0, "Infinity") == [0.0]

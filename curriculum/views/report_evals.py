@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -219,11 +219,11 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
     if not told or not told["phases"] or not told["sets"]:
         return []
     names = list(told["sets"])
-    spans = {name: _span(told["sets"][name]) for name in names}
+    shades = {name: _shades(told["sets"][name]) for name in names}
     start = ("start", "0", *(_start(told["sets"][name]["start"], points[name][0]) for name in names))
     ends: list[Sequence[Any]] = []
     for i, (phase, step) in enumerate(zip(told["phases"], told["steps"], strict=True)):
-        cells = [_heat(told["sets"][name]["loss"][i], spans[name]) for name in names]
+        cells = [_heat(told["sets"][name]["loss"][i], shades[name][i]) for name in names]
         ends.append((phase, f"{step:,}", *cells))
     changes = [
         (title, "", *(_change(told["sets"][name][key]) for name in names))
@@ -231,13 +231,13 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         if all(key in told["sets"][name] for name in names)
     ]
     explained = (
-        "Loss at the end of each phase; the stronger the shade, the further above the set's lowest loss at its start "
-        "and the phase ends."
+        "Loss at the end of each phase; the stronger the shade, the further above the set's lowest loss until then, at "
+        "its start and the phase ends."
     )
     if final:
         explained += (
-            " Forgetting: the last loss minus that lowest one, without the start if that was random. Gain: the loss at "
-            f"the start minus the last; positive is better. In brackets: 95 % intervals {WITH_SCATTER}."
+            " Forgetting: the last loss minus the lowest one of these, without the start if that was random. Gain: the "
+            f"loss at the start minus the last; positive is better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
     header = ("after phase", "step", *names)
     if len(ends) <= MANY_PHASES:
@@ -256,23 +256,22 @@ def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[
     return {"phases": [p["name"] for p in ended], "steps": [p["end"] for p in ended], "sets": sets}
 
 
-def _span(of_set: Mapping[str, Any]) -> tuple[float, float]:
-    """(lowest, highest) finite loss of a set at phase ends; the lowest may also be the loss at its start."""
+def _shades(of_set: Mapping[str, Any]) -> list[float]:
+    """For each phase end, from 0 to 1: how far a set's loss is above its lowest until then, over the range of all."""
 
-    def finite(losses: Iterable[Any]) -> list[float]:
-        return [x for x in map(number, losses) if x is not None and math.isfinite(x)]
+    def finite(value: Any) -> float:
+        as_float = number(value)
+        return as_float if as_float is not None and math.isfinite(as_float) else math.inf
 
-    ends = finite(of_set["loss"])
-    return (min(ends + finite([of_set["start"]])), max(ends)) if ends else (0.0, 0.0)
+    losses = [finite(loss) for loss in of_set["loss"]]
+    lowest = list(accumulate([finite(of_set["start"]), *losses], min))
+    height = max((x for x in losses if x < math.inf), default=0.0) - lowest[-1]
+    return [(x - low) / height if low < x < math.inf else 0.0 for x, low in zip(losses, lowest[1:], strict=True)]
 
 
-def _heat(value: Any, span: tuple[float, float]) -> Markup:
-    as_float = number(value)
-    low, high = span
-    if as_float is None or not math.isfinite(as_float) or high == low:
-        return tag("td", loss(value), class_="n heat")
-    strength = (as_float - low) / (high - low)
-    return tag("td", loss(value), class_="n heat", style=f"background:rgba(213,94,0,{0.3 * strength:.2f})")
+def _heat(value: Any, shade: float) -> Markup:
+    style = {"style": f"background:rgba(213,94,0,{0.3 * shade:.2f})"} if shade > 0 else {}
+    return tag("td", loss(value), class_="n heat", **style)
 
 
 def _start(value: Any, first: EvalPoint) -> Markup:
@@ -282,6 +281,8 @@ def _start(value: Any, first: EvalPoint) -> Markup:
 
 def _change(told: Mapping[str, Any]) -> Markup:
     low, high = map(number, told["interval"] or (None, None))
+    if low == high == 0:  # a checkpoint's difference from itself
+        return tag("td", "0", Markup("<br>") + tag("small", "lowest at the end"), class_="n heat")
     known = low is not None and high is not None and math.isfinite(high - low)
     span = Markup("<br>") + tag("small", f"[{signed(low)}, {signed(high)}]") if known else ""
     return tag("td", signed(told["value"]), span, class_="n heat")
