@@ -30,7 +30,7 @@ from curriculum.views.inspection import edits_of, inspect_run
 from curriculum.views.inspection_text import mixture_text, text
 from curriculum.views.model_card_sections import evals, training
 from curriculum.views.report import report
-from curriculum.views.run_list import list_runs
+from curriculum.views.run_list import list_runs, runs_text
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
 
@@ -273,6 +273,24 @@ def test_a_folder_of_runs_has_a_line_each(tmp_path):
     code, out, *_ = command("inspect", str(runs), "--json")
     assert code == 0 and json.loads(out) == told
     assert command("inspect", str(runs / "no run"))[0] == 2
+
+
+def test_a_folder_of_runs_tells_bits_per_byte_and_that_tokenizers_differ(tmp_path):
+    for number, fingerprint in enumerate("aab"):
+        path = write_run(tmp_path / f"run{number}", LOSSES)
+        (path / "tokenizer").mkdir()
+        (path / "tokenizer/tokenizer.json").write_text(json.dumps({"fingerprint": fingerprint}))
+    shutil.rmtree(tmp_path / "run1/tokenizer")
+    rows = list_runs(tmp_path)
+    assert [row["tokenizer"] for row in rows] == ["a", None, "b"]
+    # Windows of a written run have 4 bytes a token.
+    assert rows[0]["val_bpb"] == pytest.approx(rows[0]["val_loss"] / 4 / math.log(2), abs=1e-6)
+    header, line, *_, last = runs_text(rows)
+    assert "  val loss  val bpb  gold  " in header and f"  {rows[0]['val_bpb']:.4f}  " in line
+    assert last == (
+        "The runs' tokenizers differ: losses are nats per token, not comparable then; bits per byte (bpb) are."
+    )
+    assert len(runs_text(rows[:2])) == 3
 
 
 def test_a_folder_of_runs_is_none(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.record.wording import columns, loss, moment
-from curriculum.run import load_run, runs_below
+from curriculum.run import Run, load_run, runs_below
+from curriculum.run_directory import read_json
 from curriculum.views.inspection import inspect_run
 from curriculum.views.inspection_text import state_text
 
@@ -24,16 +25,17 @@ def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
-        facts = inspect_run(load_run(path))
+        facts = inspect_run(run := load_run(path))
     except InputError as error:
-        return dict.fromkeys(("step", "total_steps", "val_loss", "gold_step", "regressed", "last_event_at")) | {
-            "state": error.problems[0]
-        }
-    progress, gold = facts["progress"], facts["gold"]
+        unknown = ("step", "total_steps", "val_loss", "val_bpb", "tokenizer", "gold_step", "regressed", "last_event_at")
+        return dict.fromkeys(unknown) | {"state": error.problems[0]}
+    progress, gold, val = facts["progress"], facts["gold"], facts["evals"].get("val", {})
     return {
         "step": progress["step"],
         "total_steps": progress["total_steps"],
-        "val_loss": facts["evals"].get("val", {}).get("loss"),
+        "val_loss": val.get("loss"),
+        "val_bpb": val.get("bpb"),
+        "tokenizer": _tokenizer_of(run),
         "gold_step": gold and gold["step"],
         "regressed": sorted({pair["set"] for pair in facts["regressions"]}),
         "last_event_at": progress["last_event_at"],
@@ -41,9 +43,17 @@ def _facts(path: Path) -> dict[str, Any]:
     }
 
 
+def _tokenizer_of(run: Run) -> str | None:
+    """The fingerprint of its tokenizer; None if the run has not saved it yet, or if it cannot be read."""
+    try:
+        return read_json(run.directory.tokenizer / "tokenizer.json").get("fingerprint")
+    except InputError:
+        return None
+
+
 def runs_text(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The runs as a table."""
-    header = ("run", "step", "of", "val loss", "gold", "regressed", "last event", "state")
+    """The runs as a table, and a line on what is not comparable between them."""
+    header = ("run", "step", "of", "val loss", "val bpb", "gold", "regressed", "last event", "state")
     table = []
     for row in rows:
         known = row["step"] is not None
@@ -53,6 +63,7 @@ def runs_text(rows: Sequence[dict[str, Any]]) -> list[str]:
                 f"{row['step']:,}" if known else "-",
                 f"{row['total_steps']:,}" if known else "-",
                 loss(row["val_loss"]),
+                loss(row["val_bpb"]),
                 "-" if row["gold_step"] is None else f"{row['gold_step']:,}",
                 f"{len(row['regressed'])} sets" if row["regressed"] and len(row["regressed"]) > 2
                 else ", ".join(row["regressed"] or ()) or "-",
@@ -60,4 +71,10 @@ def runs_text(rows: Sequence[dict[str, Any]]) -> list[str]:
                 row["state"],
             )
         )  # fmt: skip
-    return columns([header, *table], right=(1, 2, 3, 4), indent="")
+    lines = columns([header, *table], right=(1, 2, 3, 4, 5), indent="")
+    if len({row["tokenizer"] for row in rows} - {None}) > 1:
+        lines += [
+            "",
+            "The runs' tokenizers differ: losses are nats per token, not comparable then; bits per byte (bpb) are.",
+        ]
+    return lines
