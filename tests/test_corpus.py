@@ -272,14 +272,33 @@ def test_a_set_of_which_whole_documents_are_little_is_said(folder):
 
 
 def test_a_set_whose_first_document_alone_is_too_long_is_taken_whole_and_said(folder):
-    write_rows(folder / "long.jsonl", ["x" * 1000])
+    def told(of):
+        return [warning for warning in of.warnings if warning.startswith("evalsets.")]
+
+    write_rows(folder / "long.jsonl", ["x" * 1000, "", *["y" * n for n in range(1000, 1019)]])
     long = {"path": "long.jsonl", "max_sequences": 2}
-    config = config_of(primary=long, sets={"long": long})
+    write_rows(folder / "one.jsonl", ["x" * 1000])
+    config = config_of(primary=long, sets={"long": long, "one": {**long, "path": "one.jsonl"}})
+    assert told(find_sizes(config, "store")) == []
     corpus = load_corpus(config, "store")
     windows = corpus.evalsets["long"].num_windows
-    assert windows > 2 and corpus.evalsets["long"].num_tokens == 1000
-    for place in ("evalsets.primary", "evalsets.sets.long"):
-        assert f"{place} has {windows} windows, more than its max_sequences of 2" in "".join(corpus.warnings)
+    assert windows > 2 and corpus.evalsets["one"].num_tokens == 1000
+    many = (
+        f"measures 1 of its 20 documents: the first alone has {windows} windows, more than max_sequences of 2, which "
+        f"cuts none; raise it well above {windows}, or split long documents"
+    )
+    one = corpus.evalsets["one"].num_windows
+    assert told(corpus) == [
+        f"evalsets.primary {many}",
+        f"evalsets.sets.long {many}",
+        f"evalsets.sets.one has {one} windows, more than its max_sequences of 2, which cuts no document: it is a "
+        "single one; split it",
+    ]
+    assert told(find_sizes(config, "store")) == told(corpus)
+    write_rows(folder / "long.jsonl", ["x" * n for n in range(1, 40)])
+    write_rows(folder / "one.jsonl", ["x"])
+    load_corpus(config, "store")
+    assert told(find_sizes(config, "store")) == []
 
 
 def talk(i, num_words=3):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from curriculum.data.config_stores import (
     split_stores,
 )
 from curriculum.data.documents import empty_warnings, file_warnings
-from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes
+from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes, num_first_windows
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_tokenizer, prepare_tokenizer
 from curriculum.data.split import Split, overlapping
@@ -216,7 +216,8 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + _text_warnings(config, stores, tokenizer)
+    warnings = _overlap_warnings(dropped) + (*_foreseen(config, stores, tokenizer),)
+    warnings += _text_warnings(config, stores, tokenizer)
     if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -255,7 +256,7 @@ def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) ->
     else:
         documents = first_eval_documents(store, tokenizer, split, config.eval_seq_len, source.max_sequences)
     try:
-        return cut_windows(
+        evalset = cut_windows(
             name,
             [document.tokens for document in documents],
             tokenizer.token_bytes_V,
@@ -268,6 +269,14 @@ def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) ->
         )
     except ValueError as error:
         raise config.error([(place_of(name), str(error))]) from None
+    if source.max_sequences is not None:  # nor were the documents beyond it read
+        evalset = replace(evalset, num_left_out=max(0, _num_documents(store, split) - evalset.num_documents))
+    return evalset
+
+
+def _num_documents(store: Store, split: Split) -> int:
+    """How many documents with text to score a split holds out, the tail of a divided one included."""
+    return int((store.documents["scored_bytes"][split.held_out] > 0).sum()) + (split.cut is not None)
 
 
 def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str, Any]:
@@ -350,13 +359,33 @@ def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str,
             continue
         num_windows, left_out = evalsets[name].num_windows, evalsets[name].num_left_out
         if num_windows > most:
-            warnings.append(
-                f"{place_of(name)} has {num_windows} windows, more than its max_sequences of {most}: its first "
-                "document alone has that many, and max_sequences cuts no document"
-            )
+            warnings.append(_too_long(name, num_windows, most, left_out + 1))
         elif left_out and num_windows < most / 2:
             warnings.append(
                 f"{place_of(name)} has {num_windows} of the {most} windows that its max_sequences allows: the "
                 "next document has more than the rest, and max_sequences cuts none; raise it, or split long documents"
             )
     return tuple(warnings)
+
+
+def _too_long(name: str, num_windows: int, most: int, num_documents: int) -> str:
+    """The warning that the first document of an eval set alone has more windows than its `max_sequences`, `most`."""
+    if num_documents == 1:
+        told = f"has {num_windows} windows, more than its max_sequences of {most}, which cuts no document"
+        return f"{place_of(name)} {told}: it is a single one; split it"
+    first = f"the first alone has {num_windows} windows, more than max_sequences of {most}, which cuts none"
+    fix = f"raise it well above {num_windows}, or split long documents"
+    return f"{place_of(name)} measures 1 of its {num_documents:,} documents: {first}; {fix}"
+
+
+def _foreseen(config: Config, stores: Stores, tokenizer: Tokenizer) -> Iterator[str]:
+    """The warnings `_too_long` of the sets that are prepared, for which only the first document is read."""
+    seq_len = config.eval_seq_len
+    for name, source in config.eval_sources.items():
+        most = source.max_sequences
+        if most is None or name not in stores.texts or _evalset_tokens(config, name, stores) <= most * seq_len:
+            continue
+        store, split = stores.texts[name]
+        num_windows = num_first_windows(store, tokenizer, split, seq_len)
+        if num_windows > most:
+            yield _too_long(name, num_windows, most, _num_documents(store, split))

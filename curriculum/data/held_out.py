@@ -101,11 +101,21 @@ def measured_hashes(
     Returns the hashes of the whole documents, u64 [D, 2], and whether it measures the tail of a divided one too.
     """
     documents = first_eval_documents(store, tokenizer, split, seq_len, max_sequences)
-    hashes = np.array([document.hash for document in documents], np.uint64).reshape(-1, 2)
-    windows = np.array([_num_windows(document, seq_len) for document in documents], int)
+    hashes, windows = _hashes_and_windows(documents, seq_len)
     measured = smallest_hashes(hashes, windows, max_sequences)
     is_tail = (measured == 0) & (split.cut is not None)  # which comes first
     return hashes[measured[~is_tail]], bool(is_tail.any())
+
+
+def num_first_windows(store: Store, tokenizer: Tokenizer, split: Split, seq_len: int) -> int:
+    """The windows of the document that an eval set measures whatever its `max_sequences`, the first by hash."""
+    hashes, windows = _hashes_and_windows(first_eval_documents(store, tokenizer, split, seq_len, 1), seq_len)
+    return int(windows[smallest_hashes(hashes, windows, 1)].sum())
+
+
+def _hashes_and_windows(documents: list[EvalDocument], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    hashes = np.array([document.hash for document in documents], np.uint64).reshape(-1, 2)
+    return hashes, np.array([_num_windows(document, seq_len) for document in documents], int)
 
 
 def _num_windows(document: EvalDocument, seq_len: int) -> int:
