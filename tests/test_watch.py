@@ -76,12 +76,14 @@ def test_of_many_sets_that_may_be_worse_those_with_the_largest_t_are_named():
             states_B=np.where(of_best, WARNED, OK),
             states_before_B=np.full(3, OK),
             t_B=np.array([9.0, 9.0, t]),
-            delta_B=np.array([0.0, 0.0, t / 10]),
+            delta_B=np.array([0.0, 0.0, 0.25 + t / 10]),
+            sem_B=np.full(3, 0.1),
             critical=5.0,
         )
 
     (note,) = _newly_warned({f"s{i}": newly(2 + i / 10) for i in range(10)})
-    told = [f"s{i} {0.2 + i / 100:+.4f} against best (t {2 + i / 10:.1f}, an alarm above 5.0)" for i in range(9, 1, -1)]
+    # A tolerance of 0.25, and 5 times the standard error.
+    told = [f"s{i} {0.45 + i / 100:+.4f} against best (an alarm needs more than +0.7500)" for i in range(9, 1, -1)]
     assert note == f"maybe worse: {', '.join(told)}, 2 more"
     assert _newly_warned({}) == []
     alarmed = newly(3.0)  # that it is worse than the best too is no news where an alarm against another eval stands

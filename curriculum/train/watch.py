@@ -266,7 +266,8 @@ def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
         if new_B.any() and not np.any(c.states_B == REGRESSED):
             b = int(np.argmax(np.where(new_B, c.t_B, -np.inf)))
             rise = f"{record_name(name)} {c.delta_B[b]:+.4f} against {BASELINES[b]}"
-            risen[name] = f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})"
+            needed = c.delta_B[b] + (c.critical - c.t_B[b]) * c.sem_B[b]
+            risen[name] = f"{rise} (an alarm needs more than {needed:+.4f})"
             by_t[name] = float(c.t_B[b])
     told = ", ".join(largest(by_t, risen.__getitem__, MOST_NAMED))
     return [f"maybe worse: {told}"] if risen else []
