@@ -329,6 +329,11 @@ VERDICTS = [
         "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300, tolerance 0.3",
     ),
     (
+        stamped("eval_recovered", 600, offenders=[OFFENDERS[-1] | {"tolerance": 0.2}]),
+        "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300, no longer "
+        "clearly above the tolerance of 0.2",
+    ),
+    (
         stamped(
             "schedule_edit",
             500,

@@ -190,7 +190,9 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
         if moved := share_moves(newest["mixture_change"]) if tolerances else what_changed(newest):
             line += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
         if tolerances:
-            line += f", tolerance {pairs[0]['tolerance']:g}"
+            within = pairs[0]["tolerance"]
+            above = any(number(pair["delta"]) > within for pair in pairs)  # by no more than chance explains
+            line += f", {'no longer clearly above the tolerance of' if above else 'tolerance'} {within:g}"
         lines.setdefault(line, []).append(name)
     told = [f"{listed(named)} {line}" for line, named in lines.items()]
     return "; ".join([*told, f"and {more} more"] if more > 0 else told)
