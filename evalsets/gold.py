@@ -19,12 +19,12 @@ from evalsets.summary import Summary
 
 
 class Regressed(NamedTuple):
-    """An eval set with a standing alarm. Losses in nats per token, and half the width of delta's 95 % interval."""
+    """An eval set with a standing alarm, raised at step `since`. Losses in nats per token."""
 
     before: float
     now: float
     delta: float
-    half_interval: float
+    since: int
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _objections(config: GoldConfig, state: GoldState, measured: Measured, value:
     minimised, at_gold = config.target[0], {} if state.gold is None else state.gold.losses
     alarms = {} if config.subject_to else measured.regressed  # limits, if any, say all of what may rise and how far
     offenders = [
-        f"{_shown(name)} {r.before:.4f}→{r.now:.4f} ({r.delta:+.4f} ± {r.half_interval:.4f})"
+        f"{_shown(name)} {r.before:.4f}→{r.now:.4f} ({r.delta:+.4f}, alarm since step {r.since})"
         for name, r in alarms.items()
         if name != minimised
         # A set that is no worse than at the gold loses nothing by this candidate, though it has been better between.

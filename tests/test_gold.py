@@ -168,8 +168,8 @@ def test_overfit():
     assert run(domain, [measured(10, primary=6.0, domain=1.0, train_loss=1.0)])[1][0][0].guard == "overfit"
 
 
-CODE = Regressed(2.1, 2.6, 0.5, 0.04)
-LAW = Regressed(1.0, 1.25, 0.25, 0.125)
+CODE = Regressed(2.1, 2.6, 0.5, 20)
+LAW = Regressed(1.0, 1.25, 0.25, 30)
 
 
 def test_a_regression_of_a_guarded_set():
@@ -182,11 +182,17 @@ def test_a_regression_of_a_guarded_set():
     state, decisions = run(GoldConfig(), evals)
     assert decisions[1] == [
         Blocked(
-            20, "primary/loss", 2.9, 3.0, 10, "regression", "eval regression: code 2.1000→2.6000 (+0.5000 ± 0.0400)"
+            20,
+            "primary/loss",
+            2.9,
+            3.0,
+            10,
+            "regression",
+            "eval regression: code 2.1000→2.6000 (+0.5000, alarm since step 20)",
         )
     ]
     assert decisions[2][0].reason == (
-        "eval regression: code 2.1000→2.6000 (+0.5000 ± 0.0400), law 1.0000→1.2500 (+0.2500 ± 0.1250)"
+        "eval regression: code 2.1000→2.6000 (+0.5000, alarm since step 20), law 1.0000→1.2500 (+0.2500, alarm since step 30)"
     )
     # What was blocked is no bar: 2.85 lies above the blocked 2.8 and below the gold's 3.0.
     assert [told(d) for d in decisions[3]] == ["gold 40"] and decisions[3][0].previous == 3.0
@@ -201,12 +207,14 @@ def test_a_regression_of_a_guarded_set():
     assert told(run(GoldConfig(), [measured(10, primary=3.0, regressed={"primary": CODE})])[1][0][0]) == "gold 10"
     domain = GoldConfig(minimise="domain/loss")
     blocked = run(domain, [measured(10, primary=2.6, domain=1.0, regressed={"primary": CODE})])[1][0][0]
-    assert blocked.reason == "eval regression: val 2.1000→2.6000 (+0.5000 ± 0.0400)"  # its name in the record
+    assert (
+        blocked.reason == "eval regression: val 2.1000→2.6000 (+0.5000, alarm since step 20)"
+    )  # its name in the record
 
 
 def test_a_regressed_set_that_is_no_worse_than_at_the_gold_does_not_object():
     def at(step, primary, code, now=None):
-        regressed = {} if now is None else {"code": Regressed(2.0, now, now - 2.0, 0.01)}
+        regressed = {} if now is None else {"code": Regressed(2.0, now, now - 2.0, 20)}
         return measured(step, primary=primary, code=code, regressed=regressed)
 
     # The gold of 10 has code 2.4. In between code was 2.0 without a better primary.

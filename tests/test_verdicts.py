@@ -498,12 +498,12 @@ def test_a_run_that_begins_from_another_may_be_best_as_it_began_and_is_held_to_t
 
 
 def test_the_alarm_of_a_set_that_counts_for_the_gold_is_its_largest_rise():
-    def pair(before, now, delta, *interval):
-        return {"baseline_loss": before, "loss": now, "delta": delta, "interval": interval}
+    def pair(before, now, delta, since):
+        return {"baseline_loss": before, "loss": now, "delta": delta, "first_step": since}
 
-    small, large, lost = pair(2, 2.25, 0.25, 0, 0.5), pair(1.5, 2.25, 0.75, 0.5, 1), pair(1, *["Infinity"] * 4)
-    assert _worst([small, large]) == _worst([large, small]) == Regressed(1.5, 2.25, 0.75, 0.25)
-    assert _worst([large, pair(1, *["NaN"] * 4), small]).before == _worst([lost, large]).before == 1
+    small, large, lost = pair(2, 2.25, 0.25, 20), pair(1.5, 2.25, 0.75, 30), pair(1, *["Infinity"] * 2, 40)
+    assert _worst([small, large]) == _worst([large, small]) == Regressed(1.5, 2.25, 0.75, 30)
+    assert _worst([large, pair(1, *["NaN"] * 2, 40), small]).before == _worst([lost, large]).before == 1
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def decide_gold(run: Running, step: int) -> None:
     undecided, run.history = run.history.gold_undecided, replace(run.history, gold_undecided=None)
     if undecided is None:
         return
-    regressed = {name: Regressed(*map(number, numbers)) for name, numbers in undecided.items()}
+    regressed = {name: Regressed(*map(number, nats), int(since)) for name, (*nats, since) in undecided.items()}
     summaries = {name: summarise(result) for name, result in run.results.read(step).items()}
     if not summaries and is_first():
         tell(f"the gold of step {step} is not decided on, which a signal had interrupted: the results are gone")
@@ -203,6 +203,5 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
 
 def _worst(pairs: Sequence[Pair]) -> Regressed:
     """A set's largest rise over the baselines it stands regressed against; a rise that is not finite is the largest."""
-    numbers = [[number(x) for x in (p["baseline_loss"], p["loss"], p["delta"], *p["interval"])] for p in pairs]
-    before, now, delta, low, high = max(numbers, key=lambda n: (not math.isfinite(n[2]), n[2]))
-    return Regressed(before, now, delta, (high - low) / 2)
+    found = [Regressed(*(number(p[key]) for key in ("baseline_loss", "loss", "delta")), p["first_step"]) for p in pairs]
+    return max(found, key=lambda r: (not math.isfinite(r.delta), r.delta))
