@@ -227,6 +227,39 @@ def test_columnar_rows_are_documents(tmp_path, kind):
     assert "no key 'texts'; found 'id', 'text', 'none'; did you mean text_key: text?" in message
 
 
+def saved_splits(path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({name: Dataset.from_dict({"text": [name]}) for name in ("test", "train")}).save_to_disk(path)
+
+
+def test_of_a_saved_dataset_only_the_files_that_it_lists_are_read(tmp_path):
+    from datasets import load_from_disk
+
+    saved_splits(tmp_path / "saved")
+    train = load_from_disk(tmp_path / "saved" / "train")
+    train.map(lambda row: {"text": row["text"] + " changed"})
+    train.filter(lambda row: True)
+    names = sorted(os.listdir(tmp_path / "saved" / "train"))
+    assert [name[:6] for name in names] == ["cache-", "cache-", "data-0", "datase", "state."]
+    assert read(tmp_path / "saved" / "train") == read(tmp_path / "saved", glob="train/**") == ["train"]
+    (tmp_path / "saved" / "train" / names[2]).unlink()
+    where = tmp_path / "saved" / "train" / "state.json"
+    lacks = f"{where}: lists {names[2]}, which is not there; expected the whole folder; save it again"
+    assert refused(tmp_path / "saved" / "train") == lacks
+    write(tmp_path / "own" / "state.json", "[1]")  # of somebody else
+    write(tmp_path / "own" / "dataset_dict.json", '{"a": 1}')
+    assert read(tmp_path / "own") == ['{"a": 1}', "[1]"]
+
+
+def test_splits_that_were_saved_together_are_not_read_as_one_text(tmp_path):
+    saved_splits(tmp_path / "saved")
+    several = "holds several splits (test, train), which would be read as one text; give the folder of one of them"
+    for root in (tmp_path, tmp_path / "saved"):
+        expected = f"{tmp_path / 'saved'}: {several}, such as {tmp_path / 'saved' / 'train'}"
+        assert refused(root) == refused(root, glob="**/*.arrow") == expected
+
+
 def test_rows_of_a_table_are_numbered_from_its_first_on(tmp_path):
     write_arrow(tmp_path / "a.arrow", ["x"] * 1000)  # more than are read at once
     places = [piece.where for piece in read_pieces(SourceConfig(path=str(tmp_path)))]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from curriculum.data.saved_datasets import refuse_splits, without_notes
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, InputError
 from phases.schedule import OnExhaust
@@ -114,30 +115,29 @@ def suffix_of(path: str) -> str:
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """The files of a `path` source, sorted by relative path, from file-system metadata only.
+    """The files of a `path` source, sorted by relative path, from file-system metadata and the notes of `datasets`.
 
     Hidden files and folders are skipped and links are followed. A folder that can be reached twice, as in a loop of
-    links, is read once: at its own place if that lies in the source, else through the first link. Raises InputError if
-    the path is missing, unreadable or without matching files.
+    links, is read once: at its own place if that lies in the source, else through the first link. Of a folder that
+    `datasets` saved, only the files with its rows are read. Raises InputError if the path is missing, unreadable or
+    without matching files, and if a saved dataset lacks a file or has several splits.
     """
     root = source.local_path
     try:
         if not stat.S_ISDIR(os.stat(root).st_mode):
             return [_describe(root, os.path.basename(root))]
-        wanted = _glob_pattern(source.glob)
-        files = [
-            _describe(os.path.join(root, relative), relative)
-            for relative in sorted(_walk(root))
-            if wanted.fullmatch(relative)
-        ]
+        wanted, names = _glob_pattern(source.glob), sorted(_walk(root))
+        read = [name for name in without_notes(root, names) if wanted.fullmatch(name)]
+        refuse_splits(root, names, read)
+        files = [_describe(os.path.join(root, relative), relative) for relative in read]
     except OSError as error:
         where = error.filename or source.path
         link = " (a link to a file that is not there)" if os.path.islink(where) and not os.path.exists(where) else ""
         out = ", or leave it out with glob:" if where != root else ""
         raise InputError(f"{where}: {error.strerror}{link}; expected a readable path{out}") from error
     if any(file.relative.endswith(".arrow") for file in files):
-        # A dataset saved by `datasets` keeps two files of its own beside its arrow files.
-        files = [f for f in files if os.path.basename(f.relative) not in ("dataset_info.json", "state.json")]
+        # The cache of `datasets` keeps it beside its arrow files, without the note that a saved dataset has.
+        files = [file for file in files if os.path.basename(file.relative) != "dataset_info.json"]
     if not files:
         raise InputError(
             f"{source.path}: no file in this folder matches glob {source.glob!r}; name another glob or path"
