@@ -353,15 +353,18 @@ def test_objects_that_datasets_keeps_as_json_are_read_as_such(tmp_path, kind):
     assert [(piece.text, piece.scored) for piece in pieces] == [("U:a.A:", False), ("b;", True)]
 
 
-def test_a_parquet_file_is_not_read_ahead(tmp_path):
-    """Also where what takes the rows is slow: 64 MB in row groups of 1 MB, of which a few batches are asked for."""
+@pytest.mark.parametrize("num_groups", [64, 1])
+def test_a_parquet_file_is_not_read_ahead(tmp_path, num_groups):
+    """Also where what takes the rows is slow: 64 MB in row groups of 1 MB, or in one, of which a part is asked for."""
     import pyarrow
     from pyarrow import parquet
 
     rows = pyarrow.table({"text": ["x" * 4096] * 256, "other": ["y" * 4096] * 256})
-    with parquet.ParquetWriter(tmp_path / "a.parquet", rows.schema, use_dictionary=False) as writer:
-        for _ in range(64):
-            writer.write_table(rows)
+    group = pyarrow.concat_tables([rows] * (64 // num_groups))
+    options = {"use_dictionary": False, "compression": "none"}
+    with parquet.ParquetWriter(tmp_path / "a.parquet", rows.schema, **options) as writer:
+        for _ in range(num_groups):
+            writer.write_table(group)
     pieces = read_pieces(SourceConfig(path=str(tmp_path)))
     before = pyarrow.total_allocated_bytes()
     for _ in range(1000):

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROWS_PER_BATCH = 256
+READ_BYTES = 1 << 20
 
 
 @contextmanager
 def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list[str], Iterator[dict[str, list]]]]:
     """The names of all columns, and batches of rows: by name the values of the columns `keys`, which must exist.
 
-    `kind`: parquet or arrow. Memory: for parquet a page of each column that is read, for arrow one of the file's
-    batches. Raises InputError if the file is not of that kind, is cut short, or has two columns of a name in `keys`;
-    OSError if it cannot be opened.
+    `kind`: parquet or arrow. Memory: for parquet a page and READ_BYTES of each column that is read, for arrow one of
+    the file's batches. Raises InputError if the file is not of that kind, is cut short, or has two columns of a name in
+    `keys`; OSError if it cannot be opened.
     """
     # Not read by `datasets`: its scanner reads 250 MB ahead, and a process that leaves it early may abort.
     import pyarrow
@@ -30,7 +31,8 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
     with pyarrow.OSFile(os.fsencode(path)) as stream:  # as str the path would have to be UTF-8
         try:
             if kind == "parquet":
-                table = ParquetFile(stream, pre_buffer=False)
+                # Without buffer_size a row group's whole column is read at once, and may be the whole file's.
+                table = ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
                 schema, batches = table.schema_arrow, table.iter_batches(ROWS_PER_BATCH, columns=list(keys))
             else:
                 schema, batches = _arrow(stream, keys)
