@@ -238,8 +238,9 @@ def build_config(
         data = inherited.under(data)
     values, wrong = _read_sections(with_shares(with_seq_len(data)), origin)
     problems += [problem for problem in wrong if problem[0] not in not_substituted]
-    paths = [path for section in sections() for path in key_paths(annotations(Config)[section.name], section.name)]
-    problems = [(path, with_places(path, message, paths)) for path, message in problems]
+    if problems:
+        paths = [path for section in sections() for path in key_paths(annotations(Config)[section.name], section.name)]
+        problems = [(path, with_places(path, message, paths)) for path, message in problems]
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
