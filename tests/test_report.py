@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from test_compare import branch
 from written_run import PHASES, command, offender, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.queries import EvalPoint
+from curriculum.record.queries import EvalPoint, eval_points
 from curriculum.run import load_run
 from curriculum.views.figures import (
     PALETTE,
@@ -24,6 +25,7 @@ from curriculum.views.figures import (
     Curve,
     Mark,
     eval_chart,
+    eval_curve,
     rises,
     short_count,
     short_rate,
@@ -750,3 +752,22 @@ def test_a_phase_end_is_shaded_for_what_was_lost_until_then():
     assert of(8.0, 6.0, 5.0, 7.0) == [0.0, 0.0, 1.0]  # that a later phase improved it is no loss
     assert of(4.0, 6.0, None, 5.0, "NaN", 3.0) == pytest.approx([2 / 3, 0.0, 1 / 3, 0.0, 0.0])
     assert of(None, 5.0) == [0.0] and of("NaN", None) == [0.0] and of(5.0) == [] and of(5.0, "Infinity") == [0.0]
+
+
+def test_sets_that_are_compared_by_their_documents_are_drawn_together_in_bits_per_byte(tmp_path):
+    def told(loss):
+        measured = windows(loss, spread=0.2)
+        return measured._replace(text_N=measured.document_N.astype(np.uint64))
+
+    runs = [
+        load_run(write_run(tmp_path / name, {"val": lambda step, loss=loss: told(loss)}, hashes={"val": name}))
+        for name, loss in (("one", 3.0), ("two", 2.0))
+    ]
+    page = Checked(report(runs))
+    text = "".join(page.text)
+    assert "val without val of two: other windows" in text and "val in bits per byte, each run's documents" in text
+    assert "bits per byte of val, one and two" in text
+    first, second = (eval_curve("a", "#000", eval_points(run.events)["val"], "step", "bpb") for run in runs)
+    assert first.ys[-1] == pytest.approx(3 / 4 / math.log(2), rel=0.05) and second.ys[-1] < first.ys[-1]
+    (in_nats, *_), sem = eval_points(runs[0].events)["val"][-1:], first.sems[-1]
+    assert sem == pytest.approx(in_nats.sem / 4 / math.log(2), rel=1e-3) and sem > 0

@@ -92,10 +92,13 @@ def colors_of(names: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
-def eval_curve(label: str, color: str, points: Sequence[EvalPoint], x: str = "step", **more: Any) -> Curve:
-    """A set's loss with its standard errors over `step` or `tokens`."""
-    xs, ys = [getattr(p, x) for p in points], [p.loss for p in points]
-    return Curve(label, color, xs, ys, [p.sem for p in points], **more)
+def eval_curve(
+    label: str, color: str, points: Sequence[EvalPoint], x: str = "step", y: str = "loss", **more: Any
+) -> Curve:
+    """A set's `loss`, or `bpb`, with its standard errors over `step` or `tokens`."""
+    xs, ys = [getattr(p, x) for p in points], [getattr(p, y) for p in points]
+    sems = [p.sem if p.sem is None or y == "loss" else p.sem * getattr(p, y) / p.loss for p in points]
+    return Curve(label, color, xs, ys, sems, **more)
 
 
 def eval_chart(

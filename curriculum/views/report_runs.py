@@ -13,7 +13,7 @@ from curriculum.record.queries import content_hashes, eval_points, planned_token
 from curriculum.record.wording import listed, loss
 from curriculum.run import Run
 from curriculum.views import figures
-from curriculum.views.compare import ComparedRuns, compare_runs
+from curriculum.views.compare import BITS, ComparedRuns, compare_runs
 from curriculum.views.compare_text import COLUMNS, MOST_SENTENCES, measured, notes, which_evals
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
@@ -63,7 +63,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
         tag("header", tag("h1", f"{len(runs)} runs"), table(header, rows, text_columns=2)),
         section("Config differences", _config_table(runs, names)),
         section("Comparison", *compared),
-        section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
+        section("Eval loss", *_overlays(runs, names, colors, comparison)),
         *_single_reports(runs, facts, names),
     ]
 
@@ -102,8 +102,10 @@ def _compare_table(comparison: ComparedRuns) -> Markup:
     )
 
 
-def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str], with_bases: bool) -> list[Markup]:
-    """A chart per text with a line per run. `with_bases`: whether some of the runs began from others of them."""
+def _overlays(
+    runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str], comparison: ComparedRuns | None
+) -> list[Markup]:
+    """A chart per text with a line per run; in bits per byte for what `comparison` compares by its documents."""
     drawn = overlays(runs, names, colors)
     if not drawn:
         return [note("No eval yet.")]
@@ -114,10 +116,21 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
         svg = figures.eval_chart(title, overlay.curves, x_label=overlay.x, dotted_at=overlay.branch_at)
         without = f"without {overlay.name} of {listed(overlay.left_out)}: other windows" if overlay.left_out else ""
         panels.append(figure(svg, escape(f"{overlay.title} ") + tag("small", without)))
+    by_text = [] if comparison is None else [compared for compared in comparison.sets if compared.unit == BITS]
+    for compared in by_text:
+        curves = [
+            eval_curve(names[i], colors[names[i]], points, drawn[0].x, "bpb")
+            for i, run in enumerate(runs)
+            if names[i] in {m.run for m in compared.runs}
+            if (points := [p for p in eval_points(run.events).get(compared.name, ()) if p.bpb is not None])
+        ]
+        title = f"bits per byte of {compared.name}, {listed([curve.label for curve in curves])}"
+        svg = figures.eval_chart(title, curves, x_label=drawn[0].x)
+        panels.append(figure(svg, escape(f"{compared.name} ") + tag("small", "in bits per byte, each run's documents")))
     keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
     if any(overlay.branch_at for overlay in drawn):
         keys += " Dotted: where a run branches off another; the steps before are shared and drawn once."
-    if with_bases:
+    if comparison is not None and comparison.begun:
         keys += " A run that began from another one is drawn from its own step 0, not where that one ended."
     return [note(keys), legend(dict(colors)), tag("div", *panels, class_="panels")]
 
