@@ -172,6 +172,31 @@ def test_process_0_sees_the_others_off_while_something_is_compiled_too():
     assert code == 2 and "process 0 of 2" in said and "Process 1 ends as well" in said
 
 
+HANGS = """
+import sys, time
+from curriculum.errors import InputError
+from curriculum.train.processes import peers
+from curriculum.train.processes import together
+from curriculum.train.processes.launch import Launch
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS, together._NEWS_SECONDS, together._LEAVE_SECONDS = 4.0, 0.2, 0.5
+together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+time.sleep(60 * index)
+together.leave(InputError("runs/a: No space left on device"))
+time.sleep(60)
+"""
+
+
+def test_an_error_of_the_users_is_no_traceback_where_the_clean_up_hangs():
+    port = free_port()
+    first, second = (start(["-c", HANGS, port, i]) for i in range(2))
+    try:
+        assert ended(first, 60) == (2, "error: runs/a: No space left on device\n")
+    finally:
+        second.kill()
+
+
 BOTH_LEAVE = """
 import atexit, os, sys, time
 from curriculum.errors import InputError

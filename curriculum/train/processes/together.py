@@ -296,5 +296,10 @@ def _exit_at_once(code: int) -> None:
 
 
 def _exit_late(error: BaseException) -> None:
-    traceback.print_exception(error)
+    """End a process whose clean-up takes too long, as by waiting for another one, after telling its error."""
+    if isinstance(error, InputError):
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
     _exit_at_once(_exit_code(error))
