@@ -236,6 +236,26 @@ def set_in(*path, to):
     return changed(change)
 
 
+def replaced(kind, pattern, content):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def test_a_tokenizer_that_drops_no_text_is_taken(folders, tmp_path):
+    for path in folders["gpt2"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    one_by_one = [
+        ("String", "\r\n", "\n\n"),
+        ("Regex", "[\u2018\u2019]", "'"),
+        ("Regex", r"\s", " "),
+        ("Regex", r"\p{Pd}", "-"),
+    ]
+    set_in("normalizer", to={"type": "Sequence", "normalizers": [replaced(*each) for each in one_by_one]})(tmp_path)
+    changed(lambda d: d["added_tokens"][-1].update(lstrip=True, rstrip=True))(tmp_path)  # special, as RoBERTa's <mask>
+    tokenizer = load_tokenizer(tmp_path)
+    text = "a\t\u2018b\u2019 \n<|endoftext|>  \n\u2014 c"
+    assert tokenizer.decode_bytes(tokenizer.encode(text)) == b"a 'b'  <|endoftext|>   - c"
+
+
 def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
     def fingerprint(name, *changes):
         folder = tmp_path / name
@@ -284,7 +304,12 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (set_in("pre_tokenizer", to={"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}]}), "pre_tokenizer Split that removes what it finds drops text"),
         (set_in("normalizer", to={"type": "Strip", "strip_left": True, "strip_right": True}), "tokenizer.json: normalizer Strip drops text; expected one"),
         (set_in("normalizer", to={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}), "normalizer StripAccents drops text"),
-        (set_in("normalizer", to={"type": "Replace", "pattern": {"String": "x"}, "content": ""}), "normalizer Replace that removes what it finds drops text"),
+        (set_in("normalizer", to={"type": "Replace", "pattern": {"String": "x"}, "content": ""}), "normalizer Replace of 'x' by '' drops text"),
+        (set_in("normalizer", to=replaced("String", "``", '"')), "normalizer Replace of '``' by '\"' drops text"),
+        (set_in("normalizer", to={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("Regex", " {2,}", " ")]}), "normalizer Replace of ' \\{2,}' by ' ' drops text"),
+        (set_in("normalizer", to=replaced("Regex", "[0-9]+", "0")), r"normalizer Replace of '\[0-9\]\+' by '0' drops text"),
+        (set_in("normalizer", to=replaced("Regex", r"\R", "\n")), "normalizer Replace of .* drops text"),
+        (changed(lambda d: d["added_tokens"].append(d["added_tokens"][-1] | {"id": 9, "content": "<user>", "special": False, "rstrip": True})), "added token '<user>' has rstrip: white space beside it would be dropped; set them to false"),
         (changed(lambda d: d["model"]["vocab"].pop("Ċ")), "model.vocab lacks 1 of the 256 bytes, such as 0x0A: some text would be dropped"),
         (set_in("pre_tokenizer", to=None), "no byte fallback and no unknown token: some text would be dropped"),
     ],

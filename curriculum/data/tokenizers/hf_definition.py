@@ -14,6 +14,8 @@ BLANK = "\u2581"  # stands for a space in vocabularies made by SentencePiece
 _UNTYPABLE = "\U0010ffff"  # put before the name of a special piece, which unigram would otherwise find in text
 
 LARGEST_VOCAB = 1 << 24  # a saved tokenizer with more ids is taken for damaged
+# Matches a pattern that matches a single character or none: any other may match more than it is replaced by.
+_ONE_CHARACTER = re.compile(r"\\[pP]\{\^?\w+\}|\[(\\.|[^\[\]\\])+\]|\\[^RX]|[^\\]", re.DOTALL)
 # Components that drop no text.
 _LOSSLESS = {
     "normalizer": "Sequence NFC NFD NFKC NFKD Lowercase Prepend Replace ByteLevel Precompiled".split(),
@@ -98,9 +100,16 @@ class ParsedDefinition:
                 yield f"model.{key} is {model[key]!r}; expected none"
         for key, lossless in _LOSSLESS.items():
             for part in parts(self.definition[key]):
-                if part["type"] not in lossless or part.get("behavior") == "Removed" or part.get("content") == "":
-                    how = " that removes what it finds" if part["type"] in lossless else ""
+                how = " that removes what it finds" if part.get("behavior") == "Removed" else _shortens(part)
+                if part["type"] not in lossless or how:
                     yield f"{key} {part['type']}{how} drops text; expected one that keeps all of it"
+        for added in self.definition["added_tokens"]:
+            flags = [flag for flag in ("lstrip", "rstrip") if added.get(flag)]
+            if flags and not added.get("special"):  # special ones are never looked for in text
+                yield (
+                    f"added token {added['content']!r} has {' and '.join(flags)}: white space beside it would be "
+                    "dropped; set them to false, there and in tokenizer_config.json"
+                )
         if self.is_byte_level:
             missing = sorted(self._letters[letter] for letter in self._letters.keys() - self.vocabulary.keys())
         else:
@@ -122,6 +131,18 @@ def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     for key in ("normalizers", "pretokenizers"):
         for part in component.get(key, ()):
             yield from parts(part)
+
+
+def _shortens(part: dict[str, Any]) -> str:
+    """How a `Replace` may leave fewer characters than it finds; "" if it does not."""
+    if part["type"] != "Replace":
+        return ""
+    ((kind, pattern),), content = part["pattern"].items(), part["content"]
+    if kind == "String":
+        keeps = len(pattern) <= len(content)
+    else:
+        keeps = content and _ONE_CHARACTER.fullmatch(pattern)
+    return "" if keeps else f" of {pattern!r} by {content!r}"
 
 
 def encoder_of(
