@@ -146,6 +146,52 @@ def test_an_added_token_that_is_not_special_stays_whole(tokenizers):
     assert tokenizer.tokens[token] == b"<tool_call>" and token == tokenizer.vocab_size - 1
 
 
+PREFIXED = {
+    "llama2": lambda definition: None,
+    "gpt2": lambda definition: definition["pre_tokenizer"].update(add_prefix_space=True),
+    "mistral": lambda definition: definition["pre_tokenizer"].update(prepend_scheme="always"),
+    "unigram": lambda definition: None,  # before the first stretch of a document only
+}
+
+
+def write_with_added(family, folder, *changes, **flags):
+    write_folder(family, folder)
+    base = 1 + max(library_of(folder).get_vocab(with_added_tokens=True).values())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False) | flags
+    added = [{"id": base + i, "content": content, **flags} for i, content in enumerate(("<user>", "<bot>", "Le mot"))]
+    for change in (PREFIXED[family], lambda definition: definition["added_tokens"].extend(added)):
+        changed(change)(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("family", PREFIXED)
+def test_the_blank_behind_an_added_token_does_not_depend_on_where_a_text_is_cut(family, tmp_path):
+    tokenizer = write_with_added(family, tmp_path / "hf")
+    library = library_of(tmp_path / "hf")
+    text = "<user>hello world<bot>text and Le mot juste\n" * 4000
+    (tmp_path / "long.txt").write_text(text)
+    pieces = list(read_pieces(SourceConfig(path=str(tmp_path / "long.txt"))))
+    assert len(pieces) > 2
+    tokens = np.concatenate([tokens for _, tokens, _ in encode_pieces(pieces, tokenizer)])
+    assert tokens[tokenizer.has_own_bos : -1].tolist() == library.encode(text, add_special_tokens=False).ids
+    told = ["<user>hello<bot>", "text\n", "<user>hello<bot>", "text\nor<bot>text\n"]
+    pieces = [Piece(stretch, i == 3, 0, "talk", scored=i % 2 > 0) for i, stretch in enumerate(told)]
+    ((_, tokens, _),) = encode_pieces(pieces, tokenizer)
+    blank = "" if family == "unigram" else " "
+    expected = f"<user>{blank}hello<bot>{blank}text\n<user>{blank}hello<bot>{blank}text\nor<bot>{blank}text\n"
+    assert tokenizer.decode_bytes(tokens).decode() == expected
+
+
+@pytest.mark.parametrize("flag", ["normalized", "single_word"])
+def test_an_added_token_that_could_be_found_only_in_the_whole_text_is_refused(flag, tmp_path):
+    why = (
+        f"added token '<bot>' has {flag}: where this tokenizer puts spaces would depend on where a text is cut; set it"
+    )
+    with pytest.raises(InputError, match=why):
+        write_with_added("llama2", tmp_path / "a", **{flag: True})
+    write_with_added("unigram", tmp_path / "b", **{flag: True})  # it puts one before a document only
+
+
 def test_eot_and_bos(tokenizers):
     names = {f: {i: n for n, i in t.special_tokens.items()} for f, t in tokenizers.items()}
     found = {family: (names[family][t.eot], names[family][t.bos]) for family, t in tokenizers.items()}
@@ -309,7 +355,7 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (set_in("normalizer", to={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("Regex", " {2,}", " ")]}), "normalizer Replace of ' \\{2,}' by ' ' drops text"),
         (set_in("normalizer", to=replaced("Regex", "[0-9]+", "0")), r"normalizer Replace of '\[0-9\]\+' by '0' drops text"),
         (set_in("normalizer", to=replaced("Regex", r"\R", "\n")), "normalizer Replace of .* drops text"),
-        (changed(lambda d: d["added_tokens"].append(d["added_tokens"][-1] | {"id": 9, "content": "<user>", "special": False, "rstrip": True})), "added token '<user>' has rstrip: white space beside it would be dropped; set them to false"),
+        (changed(lambda d: d["added_tokens"].append(d["added_tokens"][-1] | {"id": 9, "content": "<user>", "special": False, "rstrip": True})), "added token '<user>' has rstrip: white space beside it would be dropped; set it to false"),
         (changed(lambda d: d["model"]["vocab"].pop("Ċ")), "model.vocab lacks 1 of the 256 bytes, such as 0x0A: some text would be dropped"),
         (set_in("pre_tokenizer", to=None), "no byte fallback and no unknown token: some text would be dropped"),
     ],

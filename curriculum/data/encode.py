@@ -36,9 +36,8 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         waiting, last = deque(), None
         for group in _groups(pieces):
-            opens = [before is None or before.ends_document for before in (last, *group[:-1])]
-            last = group[-1]
-            waiting.append((group, pool.submit(_encode_group, group, opens, tokenizer)))
+            before, last = [last, *group[:-1]], group[-1]
+            waiting.append((group, pool.submit(_encode_group, group, before, tokenizer)))
             if len(waiting) > 2 * NUM_THREADS:
                 done, encoded = waiting.popleft()
                 yield done, *encoded.result()
@@ -81,16 +80,21 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _encode_group(group: list[Piece], opens: list[bool], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
+def _encode_group(group: list[Piece], before: list[Piece | None], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
+    opens = [piece is None or piece.ends_document for piece in before]
+    prefixed = [
+        opens_document or tokenizer.puts_prefix_after(piece.text)
+        for opens_document, piece in zip(opens, before, strict=True)
+    ]
     end_of_text = np.array([tokenizer.eot], tokenizer.dtype)
     opening = np.array([tokenizer.bos] if tokenizer.has_own_bos else [], tokenizer.dtype)
     arrays, counts = [np.empty(0, tokenizer.dtype)], []
     try:
-        encoded = tokenizer.encode_batch([piece.text for piece in group], opens)
+        encoded = tokenizer.encode_batch([piece.text for piece in group], prefixed)
     except InputError:
-        for piece, opens_document in zip(group, opens, strict=True):  # which one was it?
+        for piece, has_prefix in zip(group, prefixed, strict=True):  # which one was it?
             try:
-                tokenizer.encode(piece.text, opens_document)
+                tokenizer.encode(piece.text, has_prefix)
             except InputError as error:
                 raise InputError(f"{piece.where}: {error}") from error
         raise

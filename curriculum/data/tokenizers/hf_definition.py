@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,13 @@ class ParsedDefinition:
         """What the tokenizer puts before a document; b"" for nothing."""
         return b" " if _without_prefix(self.definition) != self.definition else b""
 
+    @cached_property
+    def before_prefix(self) -> re.Pattern[str] | None:
+        """Matches the added tokens in a text, each followed by the prefix; None if only a document gets the prefix."""
+        found = sorted(filter(None, self.added_tokens.keys() - self.special_tokens.keys()), key=len, reverse=True)
+        components = (part for key in ("normalizer", "pre_tokenizer") for part in parts(self.definition[key]))
+        return re.compile("|".join(map(re.escape, found))) if found and any(map(_prefixes_each, components)) else None
+
     def text_of(self, name: str) -> bytes:
         """The text of an ordinary token."""
         if self.is_byte_level:
@@ -104,12 +112,17 @@ class ParsedDefinition:
                 if part["type"] not in lossless or how:
                     yield f"{key} {part['type']}{how} drops text; expected one that keeps all of it"
         for added in self.definition["added_tokens"]:
+            if added.get("special"):  # never looked for in text
+                continue
             flags = [flag for flag in ("lstrip", "rstrip") if added.get(flag)]
-            if flags and not added.get("special"):  # special ones are never looked for in text
-                yield (
-                    f"added token {added['content']!r} has {' and '.join(flags)}: white space beside it would be "
-                    "dropped; set them to false, there and in tokenizer_config.json"
-                )
+            why = "white space beside it would be dropped"
+            if not flags and self.before_prefix is not None:
+                flags = ["single_word"] * bool(added.get("single_word"))
+                flags += ["normalized"] * bool(added.get("normalized") and self.definition["normalizer"])
+                why = "where this tokenizer puts spaces would depend on where a text is cut"
+            if flags:
+                remedy = f"set {'it' if len(flags) == 1 else 'them'} to false, there and in tokenizer_config.json"
+                yield f"added token {added['content']!r} has {' and '.join(flags)}: {why}; {remedy}"
         if self.is_byte_level:
             missing = sorted(self._letters[letter] for letter in self._letters.keys() - self.vocabulary.keys())
         else:
@@ -148,10 +161,10 @@ def _shortens(part: dict[str, Any]) -> str:
 def encoder_of(
     parsed: ParsedDefinition, special_tokens: dict[str, int]
 ) -> Callable[[Sequence[str], Sequence[bool]], list[np.ndarray]]:
-    """A function from texts, and whether each opens a document, to their ids.
+    """A function from texts, and whether each gets the prefix, to their ids.
 
-    A tokenizer that puts a space before a document puts none before a text inside one. The function raises InputError
-    for text that has no ids.
+    Text behind an added token gets it too where the library puts it there. The function raises InputError for text that
+    has no ids.
     """
     opening = _built(parsed.definition, special_tokens)
     continuing = opening
@@ -160,19 +173,29 @@ def encoder_of(
     _check_built(opening, parsed, special_tokens)
     unknown = parsed.unknown
 
-    def encode(texts: Sequence[str], opens: Sequence[bool]) -> list[np.ndarray]:
+    def encode(texts: Sequence[str], prefixed: Sequence[bool]) -> list[np.ndarray]:
         encoded: list[np.ndarray] = [np.empty(0, np.int64)] * len(texts)
-        for library, wanted in ((opening, True), (continuing, False)):
-            places = [i for i, opens_document in enumerate(opens) if opens_document == wanted]
+        starts = [0 if given else prefix_start(text) for text, given in zip(texts, prefixed, strict=True)]
+        for library, stretches in (
+            (continuing, [text[:start] for text, start in zip(texts, starts, strict=True)]),
+            (opening, [text[start:] for text, start in zip(texts, starts, strict=True)]),
+        ):
+            places = [i for i, stretch in enumerate(stretches) if stretch]
             if not places:
                 continue
             # The only call that releases the interpreter lock.
-            found = library.encode_batch_fast([texts[i] for i in places], add_special_tokens=False)
+            found = library.encode_batch_fast([stretches[i] for i in places], add_special_tokens=False)
             for i, encoding in zip(places, found, strict=True):
-                encoded[i] = np.array(encoding.ids, np.int64)
-                if unknown is not None and (encoded[i] == unknown).any():
-                    raise _unknown_text(library, texts[i], unknown)
+                ids = np.array(encoding.ids, np.int64)
+                if unknown is not None and (ids == unknown).any():
+                    raise _unknown_text(library, stretches[i], unknown)
+                encoded[i] = np.concatenate([encoded[i], ids]) if len(encoded[i]) else ids
         return encoded
+
+    def prefix_start(text: str) -> int:
+        """Where in a text without prefix the stretches with one begin: at its first added token."""
+        found = parsed.before_prefix and parsed.before_prefix.search(text)
+        return found.start() if found else len(text)
 
     return encode
 
@@ -204,6 +227,20 @@ def byte_of(name: str) -> int | None:
     return match and int(match[1], 16)
 
 
+def _scheme(metaspace: dict[str, Any]) -> str:
+    """Before which stretches of text it puts a space: always, first or never."""
+    # Older files have add_prefix_space, true by default, instead of prepend_scheme.
+    older = "always" if metaspace.get("add_prefix_space", True) else "never"
+    return metaspace.get("prepend_scheme", older)
+
+
+def _prefixes_each(component: dict[str, Any]) -> bool:
+    """Whether it puts a space before each stretch of text between added tokens, not only before the first."""
+    if component["type"] == "Metaspace":
+        return _scheme(component) == "always"
+    return component["type"] == "Prepend" or bool(component.get("add_prefix_space"))
+
+
 def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
     """The definition for text inside a document: without the space that is put before a document."""
 
@@ -213,12 +250,9 @@ def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
         component = dict(component)
         if component["type"] == "ByteLevel" and component.get("add_prefix_space"):
             component["add_prefix_space"] = False
-        if component["type"] == "Metaspace":
-            # Older files have add_prefix_space, true by default, instead of prepend_scheme.
-            older = "always" if component.get("add_prefix_space", True) else "never"
-            if component.get("prepend_scheme", older) != "never":
-                component = {key: value for key, value in component.items() if key != "add_prefix_space"}
-                component["prepend_scheme"] = "never"
+        if component["type"] == "Metaspace" and _scheme(component) != "never":
+            component = {key: value for key, value in component.items() if key != "add_prefix_space"}
+            component["prepend_scheme"] = "never"
         for key in ("normalizers", "pretokenizers"):
             if key in component:
                 component[key] = [part for old in component[key] if (part := changed(old)) is not None]

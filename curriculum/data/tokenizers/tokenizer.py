@@ -99,7 +99,7 @@ class TokenizerFacts:
 class Tokenizer:
     """Text to ids and back. `tokens[i]` is the text of id i, b"" for special and unused ids.
 
-    Lossless, except that kind hf may normalise text or put a space before it.
+    Lossless, except that kind hf may normalise text, and put a space before it and behind its added tokens.
     """
 
     kind: str
@@ -199,8 +199,9 @@ class Tokenizer:
         """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
 
         `opens_document` False: the text lies inside a document, so a tokenizer that puts a space before a document puts
-        none before it. For kind hf, added tokens that are not special are found wherever their text stands. Safe to
-        call from several threads. Raises InputError for text that the tokenizer cannot represent.
+        none before it (but see `puts_prefix_after`). For kind hf, added tokens that are not special are found wherever
+        their text stands. Safe to call from several threads. Raises InputError for text that the tokenizer cannot
+        represent.
         """
         return self.encode_batch([text], [opens_document])[0]
 
@@ -209,6 +210,11 @@ class Tokenizer:
         if self.hf is not None:
             return [ids.astype(self.dtype) for ids in self.hf.encoder(texts, opens_document)]
         return self._encode(texts)
+
+    def puts_prefix_after(self, text: str) -> bool:
+        """Whether what follows `text` in a document is to be encoded as if it opened one."""
+        pattern = None if self.hf is None else self.hf.parsed.before_prefix
+        return pattern is not None and any(found.end() == len(text) for found in pattern.finditer(text))
 
     def decode_bytes(self, ids: np.ndarray, opens_document: bool = False) -> bytes:
         """The text of `ids` as UTF-8 bytes (which may begin or end inside a character).
