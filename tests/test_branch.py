@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -571,7 +572,13 @@ def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_p
     assert done.exception is None and done.exit_code == 0
     assert "stopped at step 20, which was saved" in done.output
     where = f"--run-dir '{new}' --store-dir {folder / 'store'} --resume latest"
-    assert f"; continue with `{program('curriculum')} train '{new / 'config.yaml'}' {where}`" in done.output
+    assert f"; continue with `{program('curriculum')} train '{new / 'config.yaml'}' {where}`, or " in done.output
+    # The newest eval that it is worse than is the one of the phase's start, which is a gold.
+    back = f"branch '{new}' --at 18 --run-dir NEW --store-dir {folder / 'store'} --set KEY=VALUE"
+    assert f", or go back to before that with `{program('curriculum')} {back}`\n" in done.output
+    third = tmp_path / "third"
+    given = back.replace("NEW", str(third)).replace("KEY=VALUE", "evalsets.regression.action=log")
+    assert CliRunner().invoke(cli, shlex.split(given)).exit_code == 0 and load_run(third).complete
     assert inspect_run(load_run(new))["commands"]["go on"].endswith(f"train '{new / 'config.yaml'}' {where}")
 
 

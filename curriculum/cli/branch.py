@@ -26,5 +26,5 @@ def command(run, at, run_dir, dry_run, store_dir, **changes):
     """
     from curriculum.branch import branch, go_on_command
 
-    with stopped_runs(f"`{go_on_command(run_dir, store_dir)}`"):
+    with stopped_runs(f"`{go_on_command(run_dir, store_dir)}`", run_dir):
         branch(run, at, run_dir, **changes, store_dir=store_dir, dry_run=dry_run)

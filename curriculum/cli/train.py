@@ -73,7 +73,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, join_
         for line in unused if is_first() else ():
             click.echo(line, err=True)
         if not dry_run:
-            with stopped_runs("--resume latest"):
+            with stopped_runs("--resume latest", run_dir):
                 train(config, run_dir, resume=resume, accept_past=accept_past, store_dir=store_dir)
         elif (done := run_dry(config, store_dir=store_dir)) and is_first():
             _tell(config.name, done)
