@@ -17,12 +17,14 @@ FIRST = {
     "sources": {"web": {"path": "web", "max_epochs": None}},
     "phases": [{**A, "until": 6, "lr": None}, {**B, "until": "end", "lr": {"peak": 1.0}}],
     "evalsets": {"every": 3, "seq_len": None, "sets": {}},
+    "train": {"seq_len": 8},
     "name": "one",
 }
 SECOND = {
     "sources": {"web": {"path": "web", "max_epochs": 2}},
     "phases": [{**NEW, "until": 2, "lr": None}, {**B, "until": "end", "lr": {"peak": 2.0}}],
     "evalsets": {"every": 3, "seq_len": None, "sets": {"law": LAW}},
+    "train": {"seq_len": 8},
     "name": "two",
     "extra": {"null": None},
 }
@@ -98,9 +100,17 @@ def test_a_field_of_the_model_that_is_left_out_is_no_other_than_its_default():
     ]
 
 
+def test_the_length_of_evals_that_is_left_out_is_the_longest_of_training():
+    eight, sixteen = ({**FIRST, "evalsets": {**FIRST["evalsets"], "seq_len": length}} for length in (8, 16))
+    longer = {**FIRST, "phases": [{**A, "until": 6, "lr": None, "seq_len": 16}, FIRST["phases"][1]]}
+    assert differing(FIRST, eight) == []
+    assert differing(FIRST, sixteen) == [("evalsets.seq_len", 8, 16)]
+    assert differing(sixteen, longer) == [("phases.a.seq_len", None, 16)]
+
+
 def test_a_phase_that_is_declared_alike_may_have_other_steps():
     """As in a branch from before the run was extended: percentages are then of other totals."""
-    config = {**FIRST, "train": {"steps": 9}}
+    config = {**FIRST, "train": {"steps": 9, "seq_len": 8}}
 
     def run(end, config=config):
         phases = [{"name": "a", "start": 0, "end": end}, {"name": "b", "start": end, "end": 9}]
@@ -115,7 +125,7 @@ def test_a_phase_that_is_declared_alike_may_have_other_steps():
         ("phases.b, its steps", "6 to 9", "4 to 9"),
     ]
     assert told(run(6), run(6)) == []
-    longer = run(4, {**config, "train": {"steps": 12}})  # says it
+    longer = run(4, {**config, "train": {"steps": 12, "seq_len": 8}})  # says it
     assert told(run(6), longer) == [("train.steps", 9, 12)]
 
 

@@ -52,8 +52,14 @@ def rows(differences: Iterable[Mapping[str, Any]], most: int | None = None) -> l
 
 
 def _spelled_out(run: Run) -> dict[str, Any]:
-    """The config with the model's null fields filled in from the record, so that they equal fields spelled out."""
+    """The config with null fields filled in by what the run took for them, so that they equal fields spelled out.
+
+    These are the model's, from the record, and the evals' `seq_len`.
+    """
     config, start = run.config_json, run.events[0] if run.events else {}
+    if config["evalsets"]["seq_len"] is None:
+        longest = max(config["train"]["seq_len"], *(phase.get("seq_len") or 0 for phase in config["phases"]))
+        config = {**config, "evalsets": {**config["evalsets"], "seq_len": longest}}
     if not config.get("model") or "model" not in start:
         return config
     fields = {key: start["model"].get(key) if value is None else value for key, value in config["model"].items()}
