@@ -27,9 +27,7 @@ NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU = 3
 _UNMEASURED, _PRIOR_NU = 2.0, 7  # what jitter is taken to be beforehand, in typical item errors, and how firmly
-_CHANCE = 1e-4  # tail of the bounds by which two measures of the jitter are compared
-_BENT, _STEEP = 2.0, 2.5  # by how much the bound must fall for another measure to be taken: see `checkpoint_jitter`
-_BEGINNING = 1 / 3  # of the evals of a phase
+_CHANCE, _BENT = 1e-4, 2.0  # tail of the bounds by which two measures of the jitter are compared, and how
 _POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
 
@@ -258,34 +256,38 @@ def checkpoint_jitter(watched: Watched, item: np.ndarray) -> Scatter:
     taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they do not see
     slow noise either, which lines do, and leave half as many degrees of freedom. By the same rule each phase is cut at
     the set's best eval: where a falling loss turns, a line is bent, and so is the one between the neighbours of the
-    turn. Likewise the first third of each phase is left out, if the bound falls to less than two fifths without it: a
-    steep start bends lines and neighbours alike, and in a run of few evals would count as scatter for most of it. Both
-    take measures of 3 degrees of freedom or more.
+    turn. Likewise the fall that the run begins with is left out: it bends lines and neighbours alike, and in a run of
+    few evals would count as scatter for most of it. Both take measures of 3 degrees of freedom or more.
     """
     typical = _typical_item(watched, item)
     best_step = watched.baseline_steps_B[..., BEST, None]
 
     def measured(history: Watched, cut: np.ndarray | None, min_nu: int) -> Scatter:
         found = (_scatter(*about(history, cut), typical) for about in (_about_lines, _about_neighbours))
-        return _unless(_BENT, *(s._replace(bound=np.where(s.nu < min_nu, np.inf, s.bound)) for s in found))
+        return _unless_bent(*(s._replace(bound=np.where(s.nu < min_nu, np.inf, s.bound)) for s in found))
 
     whole, turned = measured(watched, None, 0), measured(watched, best_step, MIN_NU)
-    settled = measured(_without_beginnings(watched), None, MIN_NU)
-    return _unless(_STEEP, _unless(_BENT, whole, turned), settled)
+    settled = measured(_without_first_fall(watched), None, MIN_NU)
+    return _unless_bent(_unless_bent(whole, turned), settled)
 
 
-def _unless(factor: float, usual: Scatter, other: Scatter) -> Scatter:
-    """The usual scatter, or the other where its bound is lower by more than the factor."""
-    taken = usual.bound > factor * other.bound
-    return Scatter(*(np.where(taken, b, a) for a, b in zip(usual, other, strict=True)))
+def _unless_bent(usual: Scatter, other: Scatter) -> Scatter:
+    bent = usual.bound > _BENT * other.bound
+    return Scatter(*(np.where(bent, b, a) for a, b in zip(usual, other, strict=True)))
 
 
-def _without_beginnings(watched: Watched) -> Watched:
-    """The memory without the losses of the first evals of each phase, as far as it holds them."""
+def _without_first_fall(watched: Watched) -> Watched:
+    """The memory without the evals, at most a third of its first phase, from which the loss only fell at first.
+
+    As long as it reaches back to the start of that phase. Scatter makes such a fall of several evals rarely.
+    """
+    places = np.flatnonzero(watched.history_phases_H == 0)
+    if not len(places) or places[0] == 0:
+        return watched
+    start, end = places[0], places[0] + len(places) // 3
     losses_XH = watched.history_losses_H.copy()
-    ends = [*(1 + np.flatnonzero(np.diff(watched.history_phases_H))), NUM_HISTORY]
-    for start, end in zip([0, *ends], ends, strict=False):
-        losses_XH[..., start : start + int(_BEGINNING * (end - start))] = np.nan
+    falls_X = np.logical_and.accumulate(np.diff(losses_XH[..., start : end + 1]) < 0, axis=-1)
+    losses_XH[..., start:end] = np.where(falls_X, np.nan, losses_XH[..., start:end])
     return watched._replace(history_losses_H=losses_XH)
 
 

@@ -94,12 +94,15 @@ def slow_scatter(evals, typical_item, best_step):
         found = [one for one in found if one[1] >= min_nu]
         return found[-1] if found and bound(*found[0]) > 2 * bound(*found[-1]) else found[0] if found else (0.0, 0, 7)
 
-    of_phases = {p: [e for e in evals if e[1] == p] for _, p, _ in evals}
-    late = [e for of_phase in of_phases.values() for e in of_phase[len(of_phase) // 3 :]]
+    first = [e for e in evals if e[1] == 0]
+    fallen = 0 if len(evals) == 24 and evals[0][1] == 0 else len(first) // 3
+    while any(first[i + 1][2] >= first[i][2] for i in range(fallen)):
+        fallen -= 1
+    late = [e for e in evals if e not in first[:fallen]]
     found, kind = unless_bent(evals, None, 0), "whole"
     for factor, other, its_kind in (
         (2, unless_bent(evals, best_step, 3), "cut"),
-        (2.5, unless_bent(late, None, 3), "settled"),
+        (2, unless_bent(late, None, 3), "settled"),
     ):
         if bound(*found) > factor * bound(*other):
             found, kind = other, its_kind
@@ -115,9 +118,9 @@ def slow_scatter(evals, typical_item, best_step):
             {"unmeasured", "alone", "combined", "cut"},
         ),  # it turns amid a phase
         (
-            lambda k: 3 * 0.1**k - 0.05 * k + (0.5 if k > 40 else 0) * 0.1 ** (k - 41),
-            {"unmeasured", "alone", "combined", "cut", "settled"},
-        ),  # it begins steeply
+            lambda k: 0.6 * max(0, 2 - k) - 0.05 * k,
+            {"unmeasured", "alone", "combined", "settled"},
+        ),  # it begins with a steep fall
     ],
     ids=["bent", "turning", "steep"],
 )
@@ -178,7 +181,7 @@ def test_the_steep_way_from_an_untrained_model_to_the_first_eval_is_no_scatter()
     assert (scatter.jitter, scatter.nu, scatter.df) == pytest.approx((math.sqrt(0.00054), 2, 7), rel=1e-9)
 
 
-def test_a_steep_start_of_a_phase_is_no_scatter():
+def test_the_fall_that_a_run_begins_with_is_no_scatter():
     # After three evals the losses are 0.01 (+-, --, ++) off a line, 0.04 an eval. Nothing else is known of the jitter.
     tokens_N, document_N = regular()
     settled = [3.0 - 0.04 * k + 0.01 * sign for k, sign in enumerate([1, -1, -1, 1, 1, -1])]
@@ -188,6 +191,25 @@ def test_a_steep_start_of_a_phase_is_no_scatter():
     scatter = checkpoint_jitter(watched, np.asarray(math.nan))
     (rss,) = np.polyfit(np.arange(6), settled, 1, full=True)[1]
     assert 0.0005 < rss < 0.0006 and (scatter.jitter, scatter.nu) == pytest.approx((math.sqrt(rss / 4), 4), rel=1e-9)
+
+
+def test_what_does_not_only_fall_at_first_is_scatter():
+    """A rise amid it, a later phase, and a phase whose start is beyond the memory."""
+    tokens_N, document_N = regular()
+    settled = [3.0 - 0.04 * k + 0.01 * sign for k, sign in enumerate([1, -1, -1, 1, 1, -1])]
+
+    def jitter(losses, phase=0, before=()):
+        watched = begin(0, -1, tokens_N * 11.0, tokens_N)
+        for k, (loss, of) in enumerate([*((x, 0) for x in before), *((x, phase) for x in losses)], 1):
+            watched, _ = observe(watched, k, of, tokens_N * loss, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+        return float(checkpoint_jitter(watched, np.asarray(math.nan)).jitter)
+
+    assert jitter([9.0, 5.0, 3.2, *settled]) < 0.02
+    assert jitter([5.0, 9.0, 3.2, *settled]) > 0.5
+    assert jitter([9.0, 5.0, 3.2, *settled], 1, before=[9.5]) > 0.3
+    long = [3.0 - 0.04 * k for k in range(6, 21)]
+    assert jitter([9.0, 5.0, 3.2, *settled, *long[:14]]) < 0.02  # 23 evals, which the memory holds with the one before
+    assert jitter([9.0, 5.0, 3.2, *settled, *long]) > 0.2
 
 
 @pytest.mark.parametrize("fall", [lambda k: 3 * 0.9**k, lambda k: 2 / (1 + k / 5)])
