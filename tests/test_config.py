@@ -334,7 +334,8 @@ variables:
 
 
 @pytest.mark.parametrize(
-    "value", ["*.jsonl", "2%", "2", "true", "null", "", "a: b", "[x", "é 'q' \"r\"", 3, [1, 2], {"a": 0.5}]
+    "value",
+    ["*.jsonl", "2%", "2", "true", "null", "", "a: b", "[x", "é 'q' \"r\"", "a\x85b\u2028", 3, [1, 2], {"a": 0.5}],
 )
 def test_an_advised_option_says_what_it_is_made_of(value):
     flag, given = shlex.split(set_option("a.b", value))

@@ -93,7 +93,7 @@ def substituted_schema() -> dict:
         "properties": {
             "variables": {
                 "type": "object",
-                "description": "Values named once, used whole as $variables.x or inside text as ${variables.x}.",
+                "description": 'Values named once, used whole as $variables.x or inside text as "${variables.x}".',
             },
             **{name: schema for (name, _), schema in schemas.items()},
         },

@@ -20,6 +20,8 @@ _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
 _TOO_DEEP = "not readable YAML: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
+_BREAKS = re.compile("[\x85\u2028\u2029]")  # of a line in YAML 1.1, as PyYAML reads them; ordinary text in 1.2
+_BRACES = re.compile(r"\$\{[^\s{}]*\}")  # of a variable in text: outside of quotes YAML takes them for a mapping's
 WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for a directory means to replace it
 
 
@@ -215,7 +217,12 @@ def entry_names(entries: list, data: dict, origin: Origin) -> list[str | None]:
 def set_option(path: str, value) -> str:
     """`--set PATH=VALUE` quoted for a shell, and a text for YAML too if it would be read as something else."""
     text = value if isinstance(value, str) and _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
+    text = _BREAKS.sub(_escaped, text)
     return f"--set {shlex.quote(f'{path}={text}')}"
+
+
+def _escaped(found: re.Match) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def _reads_as_itself(text: str) -> bool:
@@ -277,13 +284,22 @@ def parse_yaml(text: str, origin: Origin):
 
 def _root(text: str, origin: Origin) -> yaml.Node | None:
     """The root node of a YAML text, None if it is empty. Raises InputError with the place."""
+    if found := _BREAKS.search(text):
+        *above, line = re.split("\r\n?|\n", text[: found.start()])
+        mark = yaml.Mark(None, found.start(), len(above), len(line), None, None)
+        what = f"got the character U+{ord(found[0]):04X}, at which some readers of YAML end a line"
+        raise _error(origin, mark, f"{what}; remove it, or write {_escaped(found)} in double quotes")
     loader = None
     try:
         loader = _Loader(text)
         return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         what = " ".join(filter(None, [error.context, error.problem]))
-        raise _error(origin, error.problem_mark or error.context_mark, f"not YAML: {what}") from None
+        mark = error.problem_mark or error.context_mark
+        for use in _BRACES.finditer(text):
+            if mark is not None and use.start() <= mark.index <= use.end():
+                what += f"; a value with {use[0]} in it needs quotes"
+        raise _error(origin, mark, f"not YAML: {what}") from None
     except yaml.YAMLError as error:
         raise _error(origin, None, f"not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
