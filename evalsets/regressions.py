@@ -256,8 +256,8 @@ def checkpoint_jitter(watched: Watched, item: np.ndarray) -> Scatter:
     taken. About lines a falling loss scatters by its curvature. About neighbours it hardly does, but they do not see
     slow noise either, which lines do, and leave half as many degrees of freedom. By the same rule each phase is cut at
     the set's best eval: where a falling loss turns, a line is bent, and so is the one between the neighbours of the
-    turn. Likewise the fall that the run begins with is left out: it bends lines and neighbours alike, and in a run of
-    few evals would count as scatter for most of it. Both take measures of 3 degrees of freedom or more.
+    turn. Likewise the fall that the run begins with is left out besides: it bends lines and neighbours alike, and in a
+    run of few evals would count as scatter for most of it. Both take measures of 3 degrees of freedom or more.
     """
     typical = _typical_item(watched, item)
     best_step = watched.baseline_steps_B[..., BEST, None]
@@ -267,7 +267,7 @@ def checkpoint_jitter(watched: Watched, item: np.ndarray) -> Scatter:
         return _unless_bent(*(s._replace(bound=np.where(s.nu < min_nu, np.inf, s.bound)) for s in found))
 
     whole, turned = measured(watched, None, 0), measured(watched, best_step, MIN_NU)
-    settled = measured(_without_first_fall(watched), None, MIN_NU)
+    settled = measured(_without_first_fall(watched), best_step, MIN_NU)
     return _unless_bent(_unless_bent(whole, turned), settled)
 
 

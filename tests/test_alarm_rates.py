@@ -160,12 +160,15 @@ def test_a_steep_rise_amid_the_phase_of_a_run_of_twenty_evals_is_found_by_the_fo
     assert np.mean(found) >= at_least
 
 
+@pytest.mark.parametrize("phase_ends", [(10,), ()])
 @pytest.mark.parametrize(
     ("item_error", "jitter", "at_least"), [(0.03, 0.02, 0.95), (0.02, 0.01, 0.98), (0.03, 0.05, 0.5)]
 )
-def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(monkeypatch, item_error, jitter, at_least):
+def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(
+    monkeypatch, item_error, jitter, at_least, phase_ends
+):
     """A run from random parameters, whose loss falls by 0.65 in each of two evals, by 0.06 in each later one."""
-    monkeypatch.setitem(globals(), "PHASE_ENDS", (10,))
+    monkeypatch.setitem(globals(), "PHASE_ENDS", phase_ends)
     fall = lambda k: 0.59 * min(k, 2) + 0.06 * min(k, 10)  # noqa: E731
     simulation = Simulation(np.random.default_rng(13), (500,), 0.0, 0.05, fall, item_error=item_error, jitter=jitter)
     simulation.level = error_level(0.95, 0.0, 2 * 20 * 3, 2 * 20 * 3)

@@ -204,7 +204,10 @@ def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_pa
     (edit,) = (e for e in load_run(new).events if e["event"] == "schedule_edit")
     (warning,) = edit["warnings"]
     told = capsys.readouterr()
-    assert warning.startswith("evalsets.sets.few measures 1 of its 8 documents: the first alone has 5 windows") and f"warning: {warning}\n" == told.err
+    assert (
+        warning.startswith("evalsets.sets.few measures 1 of its 8 documents: the first alone has 5 windows")
+        and f"warning: {warning}\n" == told.err
+    )
     assert told.out.startswith(
         f"schedule edit at step 16: {edit['reason']} | {edit['phase']} until step {edit['until']}\n"
     )

@@ -102,7 +102,7 @@ def slow_scatter(evals, typical_item, best_step):
     found, kind = unless_bent(evals, None, 0), "whole"
     for factor, other, its_kind in (
         (2, unless_bent(evals, best_step, 3), "cut"),
-        (2, unless_bent(late, None, 3), "settled"),
+        (2, unless_bent(late, best_step, 3), "settled"),
     ):
         if bound(*found) > factor * bound(*other):
             found, kind = other, its_kind
