@@ -393,7 +393,7 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     assert after[resumed + 1]["event"] == "schedule_edit" and not after[resumed + 1]["accepted_past"]
     of_data, of_rates = after[resumed + 1]["warnings"]
     assert of_rates == "optim.scale_lr_by_batch does nothing: every phase has train.batch_size"
-    assert of_data.startswith("evalsets.sets.late has ") and "more than its max_sequences of 1" in of_data
+    assert of_data.startswith("evalsets.sets.late measures 1 of ") and "more than max_sequences of 1" in of_data
     assert f"  warning    {of_data}\n" in capsys.readouterr().out
     assert read_ledger(run_dir / "checkpoints/30")["data_warnings"] == [of_data]
     reason = after[resumed + 1]["reason"]
