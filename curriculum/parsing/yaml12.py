@@ -17,7 +17,9 @@ from curriculum.parsing.variables import NAME, substitute
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
 _MAX_CHARACTERS = 1 << 20  # takes seconds to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
+_LONGEST_LINE = 100  # characters, of one that an error shows
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
+_QUOTED = "while scanning a quoted scalar"  # where YAML ends, in PyYAML's words
 _TOO_DEEP = "not readable YAML: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
 _BREAKS = re.compile("[\x85\u2028\u2029]")  # of a line in YAML 1.1, as PyYAML reads them; ordinary text in 1.2
@@ -272,6 +274,9 @@ def parse_yaml(text: str, origin: Origin):
                     line, _ = origin.positions[below]
                     raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping, first in line {line}")
                 origin.positions[below] = (mark.line + 1, mark.column + 1)
+                if key_node.style is None and ":" in key and isinstance(item, yaml.ScalarNode) and not item.value:
+                    written = key.replace(":", ": ", 1)
+                    raise _error(origin, mark, f"the key {key!r} has no value; put a blank after its colon: {written}")
                 value[key] = convert(item, below)
         parents.remove(id(node))
         return value
@@ -295,11 +300,12 @@ def _root(text: str, origin: Origin) -> yaml.Node | None:
         return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         what = " ".join(filter(None, [error.context, error.problem]))
-        mark = error.problem_mark or error.context_mark
+        mark, cause = (error.problem_mark if _QUOTED not in what else None) or error.context_mark, _cause(error)
         for use in _BRACES.finditer(text):
             if mark is not None and use.start() <= mark.index <= use.end():
-                what += f"; a value with {use[0]} in it needs quotes"
-        raise _error(origin, mark, f"not YAML: {what}") from None
+                cause = f"; a value with {use[0]} in it needs quotes"
+        (problem,) = _error(origin, mark, f"not YAML: {what}{cause}").problems
+        raise InputError(problem, details=_lines_to(mark, text) if mark and origin.text is not None else ()) from None
     except yaml.YAMLError as error:
         raise _error(origin, None, f"not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -307,6 +313,30 @@ def _root(text: str, origin: Origin) -> yaml.Node | None:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _cause(error: yaml.MarkedYAMLError) -> str:
+    """What most often causes an error of YAML's syntax, as the end of its message; empty if nothing does."""
+    what, opened = f"{error.context} {error.problem}", error.context_mark
+    if "'\\t'" in what:
+        return "; it is a tab: indent with blanks"
+    if _QUOTED in what:
+        return "; this quote is not closed"
+    if "parsing a flow" in what:
+        where = f"line {opened.line + 1}, column {opened.column + 1}"
+        return f"; is a comma missing, or the bracket opened in {where} not closed?"
+    if "found '<scalar>'" in what:
+        return "; is a quote before it not closed?"
+    if "mapping values" in what or "<block end>" in what:
+        return "; is it indented like the lines before, and a blank after each colon? Text with ': ' in it needs quotes"
+    return ""
+
+
+def _lines_to(mark: yaml.Mark, text: str) -> list[str]:
+    """The line that a mark is in, and the one before it, as lines to read."""
+    lines = list(enumerate(text.splitlines(), start=1))[: mark.line + 1]
+    told = [(number, "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) for number, line in lines[-2:]]
+    return [f"{number:>4} | {line[:_LONGEST_LINE]}" for number, line in told]
 
 
 def _scalar(node: yaml.ScalarNode, origin: Origin) -> str | int | float | bool | None:
