@@ -96,9 +96,12 @@ def read_clock(
                 f"{until!r} needs the size of {name}, which is not prepared yet; run `curriculum prepare CONFIG` first"
             )
         return EpochGoal(name, None if size is None else math.ceil(Fraction(epochs) * size), until)
+    tokens = re.sub(r"\s*tok\w*$", "", until, flags=re.IGNORECASE) + " tokens"
+    match = _TOKENS.fullmatch(tokens)
+    hint = f"; did you mean {tokens!r}?" if match and match[2] else ""
     raise ValueError(
         f"got {short(until)}, expected a step, a percentage ('40%'), tokens ('1.5B tokens'), "
-        "epochs ('2 epochs of law') or 'end'"
+        f"epochs ('2 epochs of {next(iter(supplies), 'law')}') or 'end'{hint}"
     )
 
 

@@ -542,6 +542,7 @@ def test_a_hub_name_reads_its_train_split(tmp_path):
         ("a.jsonl", b'{"body": "y"}', ":1: no key 'text'; found 'body'; name the key of the text with text_key"),
         ("a.jsonl", b"{}", ":1: no key 'text'; found no keys"),
         ("a.jsonl", b'\n{"text": "x"\n', ":2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "a\tb"}\n', ":2: not JSON (Invalid control character, column 12); "),
         ("a.jsonl", b"[" * 100_000, ":1: not JSON"),
         ("a.jsonl", b'{"text": "\xff"}', ":1: not JSON"),
         ("a.jsonl", b'["text"]', ":1: a list; expected a JSON object with key 'text'"),

@@ -90,7 +90,9 @@ def test_percent_is_exact_where_floats_are_not():
         ),
         ([Phase("a", 150, {"web": 1})], "phases[0].until", "after the run's end at step 100"),
         ([Phase("a", 50, {"web": 1})], "phases[0].until", "before the run's end at step 100"),
-        ([Phase("a", "soon", {"web": 1})], "phases[0].until", "expected a step, a percentage"),
+        ([Phase("a", "soon", {"web": 1})], "phases[0].until", "epochs ('2 epochs of web') or 'end'"),
+        ([Phase("a", "500M", {"web": 1})], "phases[0].until", "or 'end'; did you mean '500M tokens'?"),
+        ([Phase("a", "600k toks", {"web": 1})], "phases[0].until", "or 'end'; did you mean '600k tokens'?"),
         ([Phase("a", "2 epochs of lwa", {"web": 1})], "phases[0].until", "did you mean 'law'?"),
         (
             [Phase("a", "9 epochs of law", {"law": 1}), Phase("b", "end", {"web": 1})],

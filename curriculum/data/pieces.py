@@ -174,7 +174,13 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
             try:
                 row = _ROW.decode(line.decode())
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: not JSON ({error}); expected one object per line") from error
+                # Its own place counts lines within this one.
+                why = (
+                    f"{error.msg.removesuffix(' at')}, column {error.colno}"
+                    if isinstance(error, json.JSONDecodeError)
+                    else error
+                )
+                raise InputError(f"{where}: not JSON ({why}); expected one object per line") from error
             if not isinstance(row, dict):
                 keys = " and ".join(map(repr, source.keys))
                 raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -78,8 +79,10 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
         problems.append((path, _message(given, f"{_WORDS[int]}: write {int(given)}")))
     elif kind is float and type(given) is int:
         return _as_float(given)
-    elif kind is float and isinstance(given, str) and given.endswith("%"):
-        problems.append((path, _message(given, "a number, without %")))
+    elif kind in (int, float) and isinstance(given, str) and given.endswith("%"):
+        problems.append((path, _message(given, f"{_WORDS[kind]}, without %")))
+    elif kind is float and isinstance(given, str) and re.fullmatch(r"\d+,\d+", given):
+        problems.append((path, _message(given, f"{_WORDS[kind]}, with a decimal point: {given.replace(',', '.')}")))
     elif dataclasses.is_dataclass(kind):
         problems.append((path, _message(given, _WORDS[dict] + _form(kind, given))))
     elif origin is dict:

@@ -274,9 +274,9 @@ def parse_yaml(text: str, origin: Origin):
                     line, _ = origin.positions[below]
                     raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping, first in line {line}")
                 origin.positions[below] = (mark.line + 1, mark.column + 1)
-                if key_node.style is None and ":" in key and isinstance(item, yaml.ScalarNode) and not item.value:
-                    written = key.replace(":", ": ", 1)
-                    raise _error(origin, mark, f"the key {key!r} has no value; put a blank after its colon: {written}")
+                empty = isinstance(item, yaml.ScalarNode) and item.style is None and not item.value
+                if empty and key_node.style is None and (meant := _meant(key, value)):
+                    raise _error(origin, mark, f"the key {key!r} has no value; {meant}")
                 value[key] = convert(item, below)
         parents.remove(id(node))
         return value
@@ -285,6 +285,16 @@ def parse_yaml(text: str, origin: Origin):
         return None if node is None else convert(node, "")
     except RecursionError:
         raise _error(origin, None, _TOO_DEEP) from None
+
+
+def _meant(key: str, before: dict) -> str | None:
+    """What a plain key without a value was probably meant to be; `before` are the values before it in its mapping."""
+    if ":" in key:
+        return f"put a blank after its colon: {key.replace(':', ': ', 1)}"
+    *_, last = before or [None]
+    if key.isdecimal() and type(before.get(last)) is int:
+        return f"is it {last}: {before[last]}.{key}, with a decimal point?"
+    return None
 
 
 def _root(text: str, origin: Origin) -> yaml.Node | None:
