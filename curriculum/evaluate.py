@@ -13,7 +13,7 @@ from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_trained_on, load_evalsets, size_warnings
 from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
-from curriculum.errors import InputError, check_several, no_such
+from curriculum.errors import InputError, check_several, no_such, no_such_path
 from curriculum.parsing.options import named_directories
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
@@ -87,6 +87,10 @@ def evaluate(
     own = load_run(run).config
     config = _with_sets(own, new, overrides)
     names = _names(config, sets, new)
+    own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
+    texts = {name: text for name, text in own_texts.items() if text is not None}
+    if missing := {name: Path(text.path) for name, text in texts.items() if text.is_missing}:
+        raise config.error([(place_of(name), no_such_path(path)) for name, path in missing.items()])
     saved = find_saved(run, own, step, weights, make_model, "evaluate")
     evalsets = {}
     for origin, some in ((own, [n for n in names if n not in new]), (config, [n for n in names if n in new])):
@@ -94,8 +98,6 @@ def evaluate(
         _check_content(origin, evalsets, saved.ledger["history"]["eval_sets"])
     evalsets = {name: evalsets[name] for name in names}
     streams = {name: source["stream"] for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]}
-    own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
-    texts = {name: text for name, text in own_texts.items() if text is not None}
     found, unknown = find_trained_on(config, texts, own, streams, store_dir, saved.tokenizer) if texts else ({}, [])
 
     # Slow imports, after all checks that do without them.

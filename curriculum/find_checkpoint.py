@@ -12,6 +12,7 @@ from curriculum.disk.lock import trained_by
 from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
 from curriculum.record.events import EVENTS, last_gold, read_events
+from curriculum.run import absent
 from curriculum.run_directory import RunDirectory, names_in, read_json, step_folders
 
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
@@ -47,7 +48,8 @@ def find_checkpoint(
     found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
     if not there and not (directory.has_config or directory.holds_run()):
-        raise InputError(f"{directory.path}: holds no run; expected a directory made by `curriculum train`")
+        expected = f"expected a directory made by `curriculum train`{absent(directory.path)}"
+        raise InputError(f"{directory.path}: holds no run; {expected}")
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
     if wanted in (None, "gold"):

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.errors import InputError, no_such
+from curriculum.errors import InputError, nearest, no_such
 from curriculum.record.events import (
     AVERAGES,
     EVENTS,
@@ -140,8 +140,19 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     if not directory.has_config:
         below = runs_below(run_dir)
         there = f"; it contains runs: {', '.join(below)}" if below else ""
+        there = there or absent(directory.path)
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`{there}")
     return directory
+
+
+def absent(path: Path) -> str:
+    """That a run directory does not exist, and which one may be meant, as the end of a message; empty if it exists."""
+    if os.path.lexists(path):
+        return ""
+    for folder in (path.parent, path.parent / "runs"):
+        if near := nearest(path.name, runs_below(folder)):
+            return f"; it does not exist; did you mean {str(folder / near)!r}?"
+    return "; it does not exist"
 
 
 def runs_in(paths: Iterable[str | os.PathLike]) -> list[Path]:

@@ -256,6 +256,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     ]
     one = GOOD.partition("phases:")[0] + "phases: [{name: all, until: end, mixture: {law: 1}}]\n"
     assert "phases has 1 entry (0), got 'c' (names: all)" in problems(one, "phases.c.until=3")[0]
+    assert "got 'al'; did you mean 'all'? (names: all)" in problems(one, "phases.al.until=3")[0]
     assert "--set phases[0].until=3: phases has 0 entries, got '0'" in problems("phases: []\n", "phases[0].until=3")
     for override, message in [
         ("sources.web.held_out=50", 'expected a share such as "1%"'),

@@ -302,8 +302,7 @@ def test_a_name_stays_with_its_content(folder):
         ({"sets": []}, "--sets: got none, expected names of eval sets (val, web, law)"),
         ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "--eval-dataset-dir a b=new.jsonl: got the name 'a b', expected lett"),
         ({"eval_dataset_dirs": {"a=b": "new.jsonl"}}, "--eval-dataset-dir a=b=new.jsonl: got the name 'a=b', expected let"),
-        ({"eval_dataset_dirs": {"new": "nowhere"}}, "--eval-dataset-dir new=nowhere: evalsets.sets.new: 'nowhere' is not "
-         "there (paths are relative"),
+        ({"eval_dataset_dirs": {"new": "nowhere"}}, "--eval-dataset-dir new=nowhere: evalsets.sets.new: does not exist (paths are relative"),
         ({"overrides": ["evalsets.sets.law.max_sequences=3"]}, "--set evalsets.sets.law.max_sequences=3: expected "
          "evalsets.sets.NAME.KEY=VALUE of a new set, which --eval-dataset-dir gives (new sets: none)"),
         ({"overrides": ["evalsets.sets.newer.every=3"], "eval_dataset_dirs": {"new": "new.jsonl", "newest": "new.jsonl"}},

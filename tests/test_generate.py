@@ -661,7 +661,7 @@ def test_what_is_wrong_with_a_command_is_told(runs, tmp_path):
     assert errors(place / "with", "--prompt", "x", "--prompts-file", "y") == [both.format("both")]
     assert "cannot be read" in errors(place / "with", "--prompts-file", "nowhere")[0]
     assert errors("nowhere", "--prompt", "x") == [
-        "error: nowhere: holds no run; expected a directory made by `curriculum train`"
+        "error: nowhere: holds no run; expected a directory made by `curriculum train`; it does not exist"
     ]
     store = ("--store-dir", place / "store")
     assert "--step 7" in errors(place / "with", "--prompt", "x", "--step", "7", *store)[0]

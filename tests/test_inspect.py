@@ -19,10 +19,11 @@ from written_run import command, offender, write_run
 from curriculum.config import build_config
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import CHECKPOINT_ITEMS
+from curriculum.find_checkpoint import CHECKPOINT_ITEMS, find_checkpoint
 from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import Weights
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
@@ -301,6 +302,19 @@ def test_a_folder_of_runs_is_none(tmp_path):
         load_run(tmp_path / "runs")
     with pytest.raises(InputError, match="events.jsonl: holds no run; expected a directory made by .*train`$"):
         load_run(tmp_path / "runs/a/events.jsonl")
+
+
+def test_a_run_directory_that_does_not_exist_is_told_with_the_one_that_is_meant(tmp_path):
+    write_run(tmp_path / "runs/lawmed", LOSSES)
+    (tmp_path / "runs/lawmen").mkdir()
+    meant = re.escape(f"train`; it does not exist; did you mean '{tmp_path / 'runs/lawmed'}'?")
+    for slip in ("runs/lawmd", "lawmed"):
+        with pytest.raises(InputError, match=f"{slip}: holds no run; expected .*{meant}$"):
+            load_run(tmp_path / slip)
+        with pytest.raises(InputError, match=f"{slip}: holds no run; expected .*{meant}$"):
+            find_checkpoint(RunDirectory(tmp_path / slip))
+    with pytest.raises(InputError, match="; it does not exist$"):
+        load_run(tmp_path / "x")
 
 
 def test_consumption_leaves_out_a_future_that_was_set_aside(tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from curriculum.errors import InputError, shown
+from curriculum.errors import InputError, nearest, shown
 from curriculum.parsing.variables import NAME, substitute
 
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
@@ -185,9 +185,10 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
                 key = int(part)
             else:
                 indices = f" (0 to {len(here) - 1})" if len(here) > 1 else " (0)" if here else ""
-                known = ", ".join(name for name in names if name is not None)
+                usable = [name for name in names if name is not None]
+                known, near = ", ".join(usable), nearest(part, usable)
                 entries = "1 entry" if len(here) == 1 else f"{len(here)} entries"
-                got = f"{dotted} has {entries}{indices}, got {part!r}"
+                got = f"{dotted} has {entries}{indices}, got {part!r}" + (f"; did you mean {near!r}?" if near else "")
                 raise InputError(f"{option}: {got}" + (f" (names: {known})" if known else ""))
             dotted = f"{dotted}[{key}]"
             named = names[key] is not None and names.count(names[key]) == 1 and not names[key].isdecimal()
