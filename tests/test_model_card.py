@@ -165,6 +165,9 @@ def test_a_set_without_a_standard_error_is_not_called_free_of_alarms(run_dir, tm
 def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
     told = sections(model_card(load_run(run_dir), EXPORTED))["What happened in training"]
     assert "eval regression at step 60" in told and "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000)" in told
+    # The alarm once, with what changed since its baseline.
+    assert "- eval regression at step 60 \\| replay\n  - law 2.1000" in told and told.count("+0.5000") == 1
+    assert "(since then: " in told
     assert "schedule edit at step 80: general regressed" in told
     assert "recovered" not in told
     # Not the intervals of the table above.
@@ -172,6 +175,8 @@ def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
     assert told.endswith(f"\n\nThe intervals here are {wider}")
     late = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=100)))
     assert "eval recovered at step 100" in late["What happened in training"]
+    (law,) = [row for row in rows(late["How well it does"]) if row[0] == "law"]
+    assert law[-1].startswith("no alarm now, the last was of step 60; ")
     assert "after step 100 of 100; the gold checkpoint of the run is that of step 80." in late[""]
     early = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=40)))
     assert early["What happened in training"].startswith("No regression of an eval set, no rollback")

@@ -25,7 +25,7 @@ from curriculum.record.queries import (
     standing_regressions,
     warned_sets,
 )
-from curriculum.record.sentences import new_offenders, skipped_line, verdict
+from curriculum.record.sentences import new_offenders, skipped_line, verdict, what_changed
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import (
     NOT_JUDGED,
@@ -131,6 +131,8 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     worse: dict[str, list[str]] = {}
     for o in standing_regressions(judged):
         worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
+    raised = [event for event in judged if event["event"] == "eval_regression"]
+    alarms = {o["set"]: event["step"] for event in raised for o in new_offenders(event)[0]}
     rows, begun_with = [], run.start["config"]["evalsets"]["sets"]
     for name in [name for name in points if "@" not in name]:
         key = config_name(name)
@@ -154,7 +156,8 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             regressed = f"regressed against its {' and '.join(worse[name])}"
         else:
             hidden = unseen(detectable.get(name), tolerance_of(run, name), last.sem)
-            none = "no alarm, but it may be worse" if name in warned else "no alarm"
+            none = f"no alarm now, the last was of step {alarms[name]}" if name in alarms else "no alarm"
+            none += ", but it may be worse" if name in warned else ""
             regressed = hidden if hidden == NOT_JUDGED else f"{none}; {hidden}" if hidden else none
         if suffix:  # only the raw parameters are judged
             regressed = f"raw parameters: {regressed}"
@@ -205,11 +208,14 @@ def happened(run: Run, step: int) -> list[str]:
     for event in run.events:
         if event["step"] > step or event["event"] not in _HAPPENED:
             continue
-        lines.append(verdict(event))
         judged |= "offenders" in event
         if event["event"] == "eval_regression":
-            new, _ = new_offenders(event)
-            lines += [f"  - {offender_in(event, o)}" for o in by_eval(new)]
+            new, still = new_offenders(event)
+            action = f" | {event['action']}" if event["action"] else ""
+            lines.append("; ".join([f"eval regression at step {event['step']}", *still]) + action)
+            lines += [f"  - {offender_in(event, o, what_changed(o))}" for o in by_eval(new)]
+        else:
+            lines.append(verdict(event))
     rows = run.metrics if (run.directory.path / METRICS).exists() else []
     last = next((row for row in reversed(rows) if row["step"] <= step), None)
     if last is not None and (skipped := skipped_line(last, {})):
