@@ -25,6 +25,7 @@ from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, undamaged
+from curriculum.record.sentences import verdict
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import chosen_again, find_weights, ledger_beside
@@ -200,7 +201,10 @@ def test_a_finished_run_goes_back_to_what_verifies(run, whole, place, capsys):
     assert "Traceback" not in errors
     assert_same_run(run, whole)
     resume = next(e for e in load_run(run).events if e["event"] == "resume")
-    assert resume["step"] == 10
+    assert resume["step"] == 10 and resume["trained_to"] == 12
+    assert verdict(resume).startswith(
+        "resumed at step 10 of 12; at least 2 steps after it will be trained again; step 8 is"
+    )
     assert [(d["step"], d["moved_to"]) for d in resume["damaged"]] == [(8, "superseded/8"), (12, "superseded/12")]
     assert all("checksum" in d["why"] for d in resume["damaged"])
     assert (run / "superseded/12/params/d" / path.name).exists() and (run / "superseded/8").is_dir()

@@ -53,7 +53,9 @@ def verdict(event: dict[str, Any]) -> str | None:
             kept = "there is no good checkpoint" if good is None else f"the last good checkpoint is of step {good}"
             return f"diverged at step {step}: {event['reason']} | {kept}"
         case "resume":
-            back = [
+            again = event.get("trained_to", step) - step
+            back = [f"at least {counted(again, 'step')} after it will be trained again"] if again else []
+            back += [
                 f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])
             ]
             back += [

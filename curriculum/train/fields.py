@@ -52,9 +52,11 @@ def resumption(
     lost: Mapping[int, str],
     edits: Sequence[Mapping[str, Any]],
     begins_branch: bool,
+    trained_to: int | None,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The events, as (name, fields), that record how training continues after `step`.
 
+    `trained_to`: the last step that the record had a row of before it was cut back to `step`.
     A new run, which has neither a step nor a rollback, has none.
     """
     if step is None and rollback is None:
@@ -70,7 +72,8 @@ def resumption(
         event = "rollback", {**rollback.event, **going_on}
     else:
         gold_lost = [{"step": gold, "why": why} for gold, why in lost.items()]
-        told = {"damaged": list(damaged), "gold_lost": gold_lost, "begins_branch": begins_branch}
+        again = trained_to if trained_to is not None and trained_to > step else None
+        told = {"damaged": list(damaged), "gold_lost": gold_lost, "begins_branch": begins_branch, "trained_to": again}
         event = "resume", {**going_on, **{key: found for key, found in told.items() if found}}
     return [event, *(("schedule_edit", dict(edit)) for edit in edits)]
 

@@ -17,7 +17,7 @@ from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
-from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, plain
+from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, last_row, plain
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory, write_tokenizer
@@ -189,6 +189,15 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
     derived = {**fields.derived(setup), "store_dir": setup.store_dir, "own_optimizer": setup.config.optim.users_own}
     directory.create(setup.config, derived, plain(setup.model.architecture))
     write_tokenizer(directory, setup.corpus.tokenizer)
+
+
+def trained_to(directory: RunDirectory) -> int | None:
+    """The step of the last row of the record, from before it is cut back; None if there is none that can be read."""
+    try:
+        row = last_row(directory.path)
+    except InputError:
+        return None
+    return row and row["step"]
 
 
 def record_as_of(

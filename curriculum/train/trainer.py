@@ -110,7 +110,7 @@ def train_built(
             if complete := from_first(lambda: taking_up.finished(setup, directory, checkpoints, resumed, edit)):
                 return complete
         stop = at_end.enter_context(StopSignals())
-        record, damaged = None, None
+        record, damaged, trained_to = None, None, None
         edits = [*(() if rollback is None else rollback.edits), *([] if edit is None else [edit])]
         while True:
             step = None if resumed is None else resumed.step
@@ -119,12 +119,15 @@ def train_built(
                 history = replace(history, rollbacks=tuple(rollback.rollbacks))
             with taking_up.writable(directory):
                 if record is None:  # at first
+                    trained_to = taking_up.trained_to(directory)
                     damaged = taking_up.take_up(directory, lock, checkpoints, resumed, rollback)
                 best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():
                 run = Running(setup, directory, record, checkpoints, best, state, history)
-                on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
+                on = fields.resumption(
+                    setup, state, step, rollback, damaged, bad.lost, edits, begins_branch, trained_to
+                )
                 try:
                     worse = _begin(run, step, on)
                     run.stop = stop
