@@ -58,7 +58,9 @@ def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
     prepare_folder([sources["web"].path], byte_tokenizer(), output)
     with pytest.raises(InputError, match="text: path is empty; expected a file or a folder"):
         prepare_folder([""], byte_tokenizer(), tmp_path / "none")
-    with pytest.raises(InputError, match="out: exists already; name a new folder"):
+    with pytest.raises(
+        InputError, match=r"out: exists already; name a new folder with --output \(in Python output_dir\)"
+    ):
         prepare_folder([sources["web"].path], byte_tokenizer(), output)
 
 

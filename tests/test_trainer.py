@@ -301,7 +301,7 @@ def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(cor
 
 
 def test_a_run_directory_in_use_is_refused_without_resume(corpus, store, whole):
-    with pytest.raises(InputError, match="already holds a run; continue it with --resume latest"):
+    with pytest.raises(InputError, match=r"holds a run; .* --resume latest, .*resume='latest' and run_dir"):
         train(build_config(config_data(corpus)), whole, store_dir=store)
 
 

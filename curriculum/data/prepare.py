@@ -283,7 +283,8 @@ def prepare_documents(
 def _check_new(output_dir: Path) -> None:
     with writing(output_dir):
         if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-            raise InputError(f"{output_dir}: exists already; name a new folder for the output")
+            fix = "name a new folder with --output (in Python output_dir), or delete this one first"
+            raise InputError(f"{output_dir}: exists already; {fix}")
         if output_dir.exists() and os.path.samefile(output_dir, os.curdir):  # it is replaced once all is written
             raise InputError(f"{output_dir}: is the working folder; name a new folder for the output")
 

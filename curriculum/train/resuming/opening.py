@@ -37,7 +37,8 @@ def claim(
     directory.check_usable()
     if directory.holds_run() and resume is None:
         raise InputError(
-            f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
+            f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir "
+            "(in Python resume='latest' and run_dir)"
         )
     if directory.holds_run():
         lock.take()
