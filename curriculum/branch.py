@@ -37,6 +37,8 @@ from curriculum.train.setup import build
 from curriculum.train.trainer import train_built
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
+_HEAD = "# A branch of "  # at the top of a branch's copy of its trunk's config file
+
 
 def branch(
     run: str | Path,
@@ -138,12 +140,16 @@ def _tell(edit_event: Mapping[str, Any]) -> None:
 def _headed(config: Config, file: str, trunk: str) -> Origin:
     """The origin of a branch's copy of its trunk's config file: comments at its top say what the branch adds."""
     added = [f"#   {printable(option)}" for option in config.command_line]
-    lines = [f"# A branch of {printable(trunk)}: the config of that run{', to which this one adds' if added else ''}"]
+    lines = [f"{_HEAD}{printable(trunk)}: the config of that run{', to which this one adds' if added else ''}"]
     lines += [*added, "# What is trained is written out in config.resolved.json.", ""]
     text, positions = config.origin.text, config.origin.positions
     bom = "\ufeff" if text.startswith("\ufeff") else ""
-    text = bom + "\n".join([*lines, text.removeprefix(bom)])
-    positions = {path: (line + len(lines), column) for path, (line, column) in positions.items()}
+    text = text.removeprefix(bom)
+    if text.startswith(_HEAD):  # of a trunk that is a branch itself: its options are among these
+        text = text.partition("\n\n")[2]
+    moved = len(lines) - (config.origin.text.count("\n") - text.count("\n"))
+    text = bom + "\n".join([*lines, text])
+    positions = {path: (line + moved, column) for path, (line, column) in positions.items()}
     return replace(config.origin, file=file, text=text, positions=positions)
 
 

@@ -651,3 +651,9 @@ def test_problems_of_the_copied_config_are_told_at_their_lines(tmp_path):
     again, read = read_yaml(tmp_path / "copy.yaml")
     assert again == data and read.positions == headed.positions and "#   --set a=b\\nc\n" in headed.text
     assert headed.place("train.steps") == f"{tmp_path / 'copy.yaml'}:7:3"
+    # Of a branch of it: its options are all there, and those comments would be of another run.
+    again = SimpleNamespace(origin=replace(read, file="b"), command_line=["--set a=b\nc", "--set d=e"])
+    twice = _headed(again, str(tmp_path / "copy.yaml"), "runs/copy from step 5")
+    (tmp_path / "copy.yaml").write_text(twice.text)
+    assert read_yaml(tmp_path / "copy.yaml")[1].positions == twice.positions
+    assert twice.text.count("# A branch of ") == 1 and "runs/trunk" not in twice.text and "--set d=e\n" in twice.text

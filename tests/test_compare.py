@@ -285,6 +285,36 @@ def test_documents_of_evals_that_do_not_tell_them_apart_are_not_guessed(tmp_path
         compare(paths)
     assert "the evals of old are of a version that did not record which document is which" in caught.value.details[0]
 
+    # Runs that tell them are compared, though one that does not comes first.
+    more = cut_otherwise([11.0, 21.0], [20, 40], [1, 2], [2, 2])
+    paths.append(write_run(tmp_path / "more", {"val": lambda step: more}, hashes={"val": "more"}))
+    comparison = compare([paths[1], paths[0], paths[2]])
+    assert [[m.run for m in c.runs] for c in comparison.sets] == [["new", "more"]] and comparison.alone == ("old",)
+    assert [why.split(" measured")[0] for why in comparison.refused["val"]] == ["old and new", "old and more"]
+    # The last eval need not be on file if an earlier one is compared.
+    (tmp_path / "new/evals/100.npz").unlink()
+    assert [c.runs[1].step for c in compare([paths[0], paths[2]], at=40).sets] == [40]
+
+
+def test_a_small_difference_in_bits_per_byte_could_be_another_seeds(tmp_path):
+    # 0.002 nats a token between seeds are 0.002 / 4 / ln 2 = 0.00072 bits a byte, where a token has 4 bytes.
+    def told(loss, text, document_tokens):
+        measured = windows(loss)
+        nats_N = measured.nats_N * (1 + 1e-6 * (measured.document_N % 3))
+        return measured._replace(nats_N=nats_N, text_N=measured.document_N.astype(np.uint64) + text)
+
+    def verdict(by):
+        paths = [
+            write_run(tmp_path / f"{name}{by}", {"val": lambda step, loss=loss: told(loss, 7, 1)}, hashes={"val": name})
+            for name, loss in (("a", 3.0), ("b", 3.0 + by))
+        ]
+        (compared,) = compare(paths).sets
+        assert compared.unit == "bits per byte"
+        return compared.runs[1].verdict
+
+    assert "another seed could reverse it" in verdict(0.005)  # 0.0018 bits, below 2 sqrt(2) x 0.00072 = 0.00204
+    assert "another seed could reverse it" not in verdict(0.0063)
+
 
 def test_a_name_is_said_to_be_of_those_that_measured_its_text(tmp_path):
     base = write_run(tmp_path / "base", {"val": lambda step: 3.0})

@@ -185,3 +185,6 @@ def test_documents_of_two_tokenizers_are_paired_by_their_text():
     one = paired_by_text(now, before._replace(text_N=np.array([12, 1, 2, 3], np.uint64)))
     assert (one.num_documents, one.delta) == (1, pytest.approx(-5 / 20 / math.log(2))) and math.isnan(one.sem)
     assert paired_by_text(now, before._replace(text_N=np.array([4, 1, 2, 3], np.uint64))) is None
+    nothing = now._replace(bytes_N=np.where(now.text_N == 11, 0, now.bytes_N))
+    lost = paired_by_text(nothing, before._replace(bytes_N=np.where(before.text_N == 11, 0, before.bytes_N)))
+    assert (lost.num_documents, lost.delta) == (1, one.delta)

@@ -107,6 +107,9 @@ def test_a_stop_that_is_asked_for_around_a_rollback_comes_at_the_first_step_afte
     assert peers[0].agreed_stop(signal.SIGTERM, 4) is None  # asks
     stopped = together(lambda: peers[0].agreed_stop(None, 5), lambda: stops(peers[1], 3))
     assert stopped == [signal.SIGTERM, (signal.SIGTERM, 5)]
+    assert peers[0]._last_look == (1, 5)
+    peers[0].agreed_stop(None, 5)
+    assert peers[0]._last_look == (2, 5)  # the step of the last look, reached once more
     # Saving finds that it must go back once more: the next step is after the one that was agreed on.
     assert [p.agreed_stop(None, 3) for p in peers] == [signal.SIGTERM] * 2
     together(*(p.close for p in peers))

@@ -386,7 +386,8 @@ def test_stop_saves_ends_with_code_0_and_may_be_resumed(at_the_switch, told, tex
     assert alarm["step"] in (SWITCH + 5, SWITCH + 10) and alarm["action"] == "the run stops here"
     last = done.output.splitlines()[-1]
     assert re.fullmatch(
-        rf"stopped at step {alarm['step']}, which was saved: (val|code|val, code) got worse; continue with --resume latest",
+        rf"stopped at step {alarm['step']}, which was saved: (val|code|val, code) got worse; continue with --resume latest, "
+        rf"or go back to before that with `\S+ branch {re.escape(str(at_the_switch))} --at {SWITCH} --run-dir NEW .*`",
         last,
     )
     assert load_run(at_the_switch).complete is None

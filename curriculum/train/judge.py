@@ -65,7 +65,11 @@ def decide_gold(run: Running, step: int) -> None:
     undecided, run.history = run.history.gold_undecided, replace(run.history, gold_undecided=None)
     if undecided is None:
         return
-    regressed = {name: Regressed(*map(number, nats), int(since)) for name, (*nats, since) in undecided.items()}
+    regressed = {
+        # Older versions have no step of the alarm, but half an interval.
+        name: Regressed(*map(number, nats), since if isinstance(since, int) else step)
+        for name, (*nats, since) in undecided.items()
+    }
     summaries = {name: summarise(result) for name, result in run.results.read(step).items()}
     if not summaries and is_first():
         tell(f"the gold of step {step} is not decided on, which a signal had interrupted: the results are gone")

@@ -153,8 +153,12 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
     sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
     for name in dict.fromkeys(name for side in sides for name in side.points):
-        first, *others = [side for side in sides if name in side.points]
-        sharing |= {side for other in others if first.shares_documents(other, name) for side in (first, other)}
+        having = [side for side in sides if name in side.points]
+        if len({side.hashes[name] for side in having}) < 2:
+            continue
+        for first, other in combinations([side for side in having if side.texts(name) is not None], 2):
+            if first.hashes[name] != other.hashes[name] and np.isin(first.texts(name), other.texts(name)).any():
+                sharing |= {first, other}
     begun = tuple(
         {"run": side.name, "base": base.name, "step": step}
         for side, base in permutations(sides, 2)
@@ -240,22 +244,37 @@ def _compared_by_text(
         holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in counting[s])]
         if len(holding) < len(sides):
             only[name] = tuple(side.name for side in holding)
-        before, measured, whys = counting[first][name], [], []
-        for side in others:
-            if side.hashes[name] is not None and side.hashes[name] == first.hashes[name]:
-                continue
-            now = counting[side][name]
-            if (between := _difference_by_text(side, now, first, before, name)) is None:
-                whys.append(_refusal(first, side, name))
-            else:
-                verdict = _verdict(side.name, first.name, now, before, between, begun, BITS)
-                measured.append(_measured(side, name, now, between, verdict))
-        if measured:
-            runs = (_measured(first, name, before), *measured)
-            sets.append(ComparedSet(name, first.hashes[name], runs, BITS))
-        if whys:
+        different = [s for s in others if s.hashes[name] is None or s.hashes[name] != first.hashes[name]]
+        if not different:
+            continue
+        told = [s for s in having if s.hashes[name] and s.windows(name, counting[s][name]).text_N is not None]
+        compared = _by_text(name, told, counting, begun)
+        sets += compared
+        together = {m.run for of_name in compared for m in of_name.runs}
+        if whys := [_refusal(first, s, name, told) for s in different if not {first.name, s.name} <= together]:
             refused[name] = tuple(whys)
     return sets, refused, only
+
+
+def _by_text(
+    name: str,
+    told: Sequence[_Side],
+    counting: Mapping[_Side, Mapping[str, EvalPoint]],
+    begun: Iterable[Mapping[str, Any]],
+) -> list[ComparedSet]:
+    """Of the runs that tell documents apart, the first and those with other windows than it, but documents of it."""
+    measured = []
+    for side in told[1:]:
+        first, before, now = told[0], counting[told[0]][name], counting[side][name]
+        if side.hashes[name] == first.hashes[name]:
+            continue
+        if between := _difference_by_text(side, now, first, before, name):
+            verdict = _verdict(side.name, first.name, now, before, between, begun, BITS)
+            measured.append(_measured(side, name, now, between, verdict))
+    if not measured:
+        return []
+    runs = (_measured(told[0], name, counting[told[0]][name]), *measured)
+    return [ComparedSet(name, told[0].hashes[name], runs, BITS)]
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -297,12 +316,11 @@ class _Side:
         except KeyError:
             raise InputError(f"{path}: has no windows of {name}, which the record says was measured then") from None
 
-    def shares_documents(self, other: _Side, name: str) -> bool:
-        """Whether both measured some text under this name, in windows that differ."""
-        if self.hashes[name] is None or other.hashes[name] in (None, self.hashes[name]):
-            return False
-        texts = [side.windows(name, side.points[name][-1]).text_N for side in (self, other)]
-        return all(text_N is not None for text_N in texts) and bool(np.isin(*texts).any())
+    def texts(self, name: str) -> np.ndarray | None:
+        """The documents of a set's last eval on file, a hash for each window; None if it does not tell them apart."""
+        there = {path.name for _, path in self.run.directory.all_results()}
+        on_file = [p for p in self.points[name] if self.run.directory.results(p.step).name in there]
+        return self.windows(name, on_file[-1]).text_N if on_file and self.hashes[name] is not None else None
 
 
 def _side(name: str, run: Run) -> _Side:
@@ -340,13 +358,14 @@ def _measured(
     )
 
 
-def _refusal(first: _Side, other: _Side, name: str) -> str:
+def _refusal(first: _Side, other: _Side, name: str, told: Sequence[_Side]) -> str:
+    """Why two runs are not compared on a set; `told` are those whose evals tell documents apart."""
     if unknown := [side.name for side in (first, other) if side.hashes[name] is None]:
         without = " and ".join(unknown)
         return f"{first.name} and {other.name}: the record of {without} has no content hash of it"
     contents = f"{first.hashes[name][:12]} and {other.hashes[name][:12]}"
     measured = f"{first.name} and {other.name} measured different text (content {contents})"
-    if older := [side.name for side in (first, other) if side.windows(name, side.points[name][-1]).text_N is None]:
+    if older := [side.name for side in (first, other) if side not in told]:
         return (
             f"{measured}, or cut it otherwise (tokenizer, evalsets.seq_len): the evals of {listed(older)} are of a "
             "version that did not record which document is which"
@@ -379,11 +398,8 @@ def _in_interval(
 
 
 def _difference_by_text(side: _Side, now: EvalPoint, first: _Side, before: EvalPoint, name: str) -> Difference | None:
-    """The difference over the documents that both measured, in bits per byte; None if none can be told to be shared."""
-    if None in (side.hashes[name], first.hashes[name]):
-        return None
-    ours, theirs = side.windows(name, now), first.windows(name, before)
-    if ours.text_N is None or theirs.text_N is None or (found := paired_by_text(ours, theirs)) is None:
+    """The difference over the documents that both measured, in bits per byte; None if they share none."""
+    if (found := paired_by_text(side.windows(name, now), first.windows(name, before))) is None:
         return None
     return _in_interval(first.name, found.delta, found.sem, "documents", found.num_documents, found.share)
 
