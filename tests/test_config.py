@@ -653,5 +653,5 @@ def test_the_reference_names_variables_and_the_kinds_of_lists():
 
 def test_names_of_other_tools_stand_for_keys_that_there_are():
     paths = {path for section in sections() for path in key_paths(annotations(Config)[section.name], section.name)}
-    assert len(OTHER_NAMES) > 30 and set(OTHER_NAMES.values()) <= paths
+    assert len(OTHER_NAMES) > 25 and set(OTHER_NAMES.values()) <= paths
     assert not set(OTHER_NAMES) & {path.rpartition(".")[2] for path in paths}

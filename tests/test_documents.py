@@ -247,6 +247,11 @@ def test_of_a_saved_dataset_only_the_files_that_it_lists_are_read(tmp_path):
     where = tmp_path / "saved" / "train" / "state.json"
     lacks = f"{where}: lists {names[2]}, which is not there; expected the whole folder; save it again"
     assert refused(tmp_path / "saved" / "train") == lacks
+    for name, note in (("state", '{"_data_files": []}'), ("dataset_info", "{}")):
+        write(tmp_path / "empty" / f"{name}.json", note)
+    assert "no file in this folder matches" in refused(tmp_path / "empty")
+    write(tmp_path / "odd" / "state.json", '{"_data_files": [{"filename": 3}]}')
+    assert read(tmp_path / "odd") == ['{"_data_files": [{"filename": 3}]}']
     write(tmp_path / "own" / "state.json", "[1]")  # of somebody else
     write(tmp_path / "own" / "dataset_dict.json", '{"a": 1}')
     assert read(tmp_path / "own") == ['{"a": 1}', "[1]"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from tiny_run import tiny_train, write_corpus
 from written_run import command, write_run
 
 from curriculum.config import build_config
@@ -585,6 +586,20 @@ def test_a_template_that_spells_special_tokens(chat_run, tmp_path, capsys):
     assert "ids = torch.tensor([[tokenizer.bos_token_id, *text]])" in (tmp_path / "hf/README.md").read_text()
     export(spelled, tmp_path / "gguf", format="gguf", step=4)
     assert "the chat section spells out special tokens, which were ordinary text in training" in capsys.readouterr().err
+
+
+def test_biases_of_query_key_and_value_go_out_as_a_class_that_keeps_the_tokenizer(tmp_path):
+    """Beside a Qwen2 model transformers would build Qwen's tokenizer."""
+    write_corpus(tmp_path)
+    model = {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 1, "n_kv_head": 1, "d_ff": 24, "qkv_bias": True}
+    tiny_train(tmp_path, tmp_path / "run", model=model)
+    export(tmp_path / "run", tmp_path / "hf", format="hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["model_type"], config["attention_bias"], config["mlp_bias"]) == ("llama", True, False)
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    assert not tensors["model.layers.0.self_attn.o_proj.bias"].any()
+    assert tensors["model.layers.0.self_attn.q_proj.bias"].any()
+    assert read_hf_config(tmp_path / "hf").qkv_bias
 
 
 def test_a_bare_run_makes_a_card_that_says_so(run, tmp_path):

@@ -19,7 +19,10 @@ def without_notes(root: str, names: Sequence[str]) -> list[str]:
     notes = set()
     for name in names:
         folder, base = os.path.split(name)
-        if base == _STATE and (rows := _noted(root, name, lambda s: [file["filename"] for file in s["_data_files"]])):
+        if (
+            base == _STATE
+            and (rows := _noted(root, name, lambda s: [f["filename"] for f in s["_data_files"]])) is not None
+        ):
             rows_of[folder] = {os.path.join(folder, row) for row in rows}
             if missing := sorted(rows_of[folder].difference(names)):
                 where = os.path.join(root, name)
@@ -49,13 +52,14 @@ def refuse_splits(root: str, names: Sequence[str], read: Sequence[str]) -> None:
 
 
 def _splits(root: str, name: str) -> list[str]:
-    return _noted(root, name, lambda noted: [split for split in noted["splits"] if isinstance(split, str)])
+    return _noted(root, name, lambda noted: list(noted["splits"])) or []
 
 
-def _noted(root: str, name: str, part: Callable[[dict], list[str]]) -> list[str]:
-    """What a note says; [] if the file is another one of that name."""
+def _noted(root: str, name: str, part: Callable[[dict], list[str]]) -> list[str] | None:
+    """The names that a note lists; None if the file is another one of its name."""
     try:
         with open(os.path.join(root, name), "rb") as stream:
-            return part(json.load(stream))
+            names = part(json.load(stream))
     except (ValueError, KeyError, TypeError, RecursionError):
-        return []
+        return None
+    return names if all(isinstance(name, str) for name in names) else None

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 # Names of Hugging Face's Trainer and configs, nanoGPT, torchtitan and others.
 OTHER_NAMES = {
-    "batch_size_per_device": "train.batch_size",
-    "betas": "optim.b1",
     "block_size": "train.seq_len",
     "clip_grad": "optim.grad_clip",
     "context_length": "train.seq_len",
@@ -18,7 +16,6 @@ OTHER_NAMES = {
     "hidden_size": "model.d_model",
     "intermediate_size": "model.d_ff",
     "learning_rate": "optim.lr",
-    "local_batch_size": "train.batch_size",
     "log_every": "logging.every",
     "log_freq": "logging.every",
     "log_interval": "logging.every",
@@ -29,14 +26,11 @@ OTHER_NAMES = {
     "max_length": "train.seq_len",
     "max_seq_length": "train.seq_len",
     "max_steps": "train.steps",
-    "micro_batch_size": "train.batch_size",
-    "min_lr": "optim.min_lr_ratio",
     "n_embd": "model.d_model",
     "num_attention_heads": "model.n_head",
     "num_hidden_layers": "model.n_layer",
     "num_key_value_heads": "model.n_kv_head",
     "num_train_steps": "train.steps",
-    "per_device_train_batch_size": "train.batch_size",
     "save_every": "checkpoint.every",
     "save_interval": "checkpoint.every",
     "save_steps": "checkpoint.every",
@@ -58,8 +52,8 @@ def with_places(path: str, message: str, paths: Sequence[str]) -> str:
     if not places and key in OTHER_NAMES:
         places = [OTHER_NAMES[key]]
     places = [place for place in places if f"'{place.removeprefix(f'{section}.')}'" not in what]
-    if len(places) > _MOST:  # of `every`, those of whole sections
-        places = [place for place in places if place.count(".") == min(other.count(".") for other in places)]
+    if key == "every":  # of which there are more
+        places = [place for place in places if place.count(".") == 1]
     if not 0 < len(places) <= _MOST:
         return message
     meant = f"{what.removesuffix('?')} or " if what.endswith("?") else f"{what}; did you mean "
