@@ -29,7 +29,8 @@ def stopped_runs(go_on: str, run_dir: Path) -> Iterator[None]:
     try:
         yield
     except RegressionStop as stopped:
-        tell(f"{stopped}; continue with {go_on}{_way_back(run_dir)}")
+        back = _way_back(run_dir) if is_first() else ""  # others may not see the whole record yet
+        tell(f"{stopped}; continue with {go_on}{back}")
     except Diverged as diverged:
         tell(str(diverged), err=True)
         sys.exit(3)
