@@ -211,7 +211,7 @@ def test_what_it_trains_on_is_said_once_a_process(tmp_path):
     assert [line for line in started if line in lines] == lines and started[-4:-2] == lines
     resumed = printed(tmp_path, stamped("resume", 500, plan=NO_PHASES), device_lines=iter(lines))
     assert resumed == ["resumed at step 500 of 75000", *lines]
-    (again,) = printed(tmp_path, stamped("resume", 500, plan=PLAN, trained_to=501))
+    again, *_ = printed(tmp_path, stamped("resume", 500, plan=PLAN, trained_to=501))
     assert again == "resumed at step 500 of 75000; at least 1 step after it will be trained again"
 
 
