@@ -156,11 +156,12 @@ def absent(path: Path) -> str:
 
 
 def runs_in(paths: Iterable[str | os.PathLike]) -> list[Path]:
-    """Run directories as given; a folder of runs stands for all of its runs, in order of name."""
-    found = []
+    """Run directories as given; a folder of runs stands for all of its other runs, in order of name."""
+    found: list[Path] = []
     for path in map(Path, paths):
         below = [] if RunDirectory(path).has_config else runs_below(path)
-        found += [path / name for name in below] or [path]
+        there = {run.resolve() for run in found}
+        found += [path / name for name in below if (path / name).resolve() not in there] if below else [path]
     return found
 
 

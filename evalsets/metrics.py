@@ -143,8 +143,8 @@ class PairedTexts(NamedTuple):
 def paired_by_text(now: WindowResults, before: WindowResults) -> PairedTexts | None:
     """The difference between evals whose windows differ: of other tokenizers or lengths, or of sets that overlap.
 
-    Documents are paired by the hash of their text; copies count once, and a text whose scored bytes differ, such as a
-    conversation under two templates, is not paired. None if the two share no document.
+    Documents are paired by the hash of their text; copies count once, and a text whose scored bytes differ is not
+    paired. None if the two share no document.
     """
     (text_now_D, nats_now_D, bytes_now_D), (text_before_D, nats_before_D, bytes_before_D) = map(_by_text, (now, before))
     _, in_now, in_before = np.intersect1d(text_now_D, text_before_D, assume_unique=True, return_indices=True)

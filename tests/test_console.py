@@ -620,6 +620,20 @@ def test_train_log_keeps_every_line_and_the_checkpoints(tmp_path):
     ]
 
 
+def test_the_mixture_in_force_is_shown_and_later_ones(tmp_path):
+    remixed = [
+        {"step": 60, "mixture": {"web": 0.25, "law": 0.75}},
+        {"step": 90, "mixture": {"law": 1.0}, "ramp_end": 95},
+    ]
+    phase = {**PLAN["phases"][0], "end": 100, "mixture": {"web": 1.0}, "ramp_steps": 5, "remixed": remixed}
+    plan = {**PLAN, "total_steps": 100, "phases": [phase]}
+    later = "from step 90 law 1 (ramp to step 95)"
+    shown = "  phase      foundation [  0, 100) "
+    assert list(phase_lines(plan)) == [f"{shown}web 1 (ramp 5 steps); from step 60 web 0.25, law 0.75; {later}"]
+    assert list(phase_lines(plan, 60)) == [f"{shown}web 0.25, law 0.75; {later}"]
+    assert list(phase_lines(plan, 99)) == [f"{shown}law 1"]
+
+
 def test_a_resume_shows_the_phases_ahead_up_to_a_number(tmp_path):
     phases = [{**PLAN["phases"][0], "name": f"p{i}", "start": 100 * i, "end": 100 * i + 100} for i in range(12)]
     lines = printed(tmp_path, stamped("resume", 200, plan={**PLAN, "total_steps": 1200, "phases": phases}))

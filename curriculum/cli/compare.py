@@ -22,7 +22,10 @@ from curriculum.find_checkpoint import is_step
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def command(runs, at, as_json):
-    """Compare the checkpoints of runs, set by set: losses, and paired differences from the first run."""
+    """Compare the checkpoints of runs, set by set: losses, and paired differences from the first run.
+
+    A folder of runs stands for all runs in it.
+    """
     from curriculum.views.compare import compare
     from curriculum.views.compare_text import table
 

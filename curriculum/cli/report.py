@@ -11,7 +11,10 @@ import click
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
 def command(runs, output):
-    """Draw RUN as one self-contained HTML file; several runs are also compared."""
+    """Draw RUN as one self-contained HTML file; several runs are also compared.
+
+    A folder of runs stands for all runs in it.
+    """
     from curriculum.views.report import write_report
 
     write_report(runs, output)

@@ -326,7 +326,10 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
 
 
 def phase_lines(plan: dict[str, Any], step: int = 0, most: int | None = None) -> Iterator[str]:
-    """A line for each phase of a plan that has updates from `step` on; at most the first `most`, with a count."""
+    """A line for each phase of a plan that has updates from `step` on, with the mixture in force then and later ones.
+
+    At most the first `most`, with a count.
+    """
     shapes = shapes_of(plan["phases"])
     ahead = [(phase, shape) for phase, shape in zip(plan["phases"], shapes, strict=True) if phase["end"] > step]
     shown = ahead[:most]
@@ -334,11 +337,24 @@ def phase_lines(plan: dict[str, Any], step: int = 0, most: int | None = None) ->
     step_width = len(str(plan["total_steps"]))
     for phase, shape in shown:
         bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
-        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase["ramp_steps"] else ""
-        mixture = _mixture(phase["mixture"]) + ramp
+        mixture = "; ".join(_mixtures(phase, step))
         yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
     if len(shown) < len(ahead):
         yield f"             and {counted(len(ahead) - len(shown), 'more phase')}"
+
+
+def _mixtures(phase: dict[str, Any], step: int) -> Iterator[str]:
+    """The mixture of a phase at `step`, and each one that an edit or an exhausted source gives it later."""
+    turns = phase.get("remixed", [])
+    past = [turn for turn in turns if turn["step"] <= step]
+    if past:
+        yield _mixture(past[-1]["mixture"])
+    else:
+        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase["ramp_steps"] else ""
+        yield _mixture(phase["mixture"]) + ramp
+    for turn in turns[len(past) :]:
+        ramp = f" (ramp to step {turn['ramp_end']})" if "ramp_end" in turn else ""
+        yield f"from step {turn['step']} {_mixture(turn['mixture'])}{ramp}"
 
 
 def _warnings(event: dict[str, Any]) -> Iterator[str]:
