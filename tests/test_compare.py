@@ -289,6 +289,11 @@ def test_documents_of_evals_that_do_not_tell_them_apart_are_not_guessed(tmp_path
     comparison = compare([paths[1], paths[0], paths[2]])
     assert [[m.run for m in c.runs] for c in comparison.sets] == [["new", "more"]] and comparison.alone == ("old",)
     assert [why.split(" measured")[0] for why in comparison.refused["val"]] == ["old and new", "old and more"]
+    # Nor one that shares nothing.
+    apart = cut_otherwise([11.0], [20], [5], [2])
+    paths.append(write_run(tmp_path / "apart", {"val": lambda step: apart}, hashes={"val": "apart"}))
+    comparison = compare([paths[3], paths[0], paths[2]])
+    assert [[m.run for m in c.runs] for c in comparison.sets] == [["new", "more"]] and comparison.alone == ("apart",)
     # The last eval need not be on file if an earlier one is compared.
     (tmp_path / "new/evals/100.npz").unlink()
     assert [c.runs[1].step for c in compare([paths[0], paths[2]], at=40).sets] == [40]

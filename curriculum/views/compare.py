@@ -10,25 +10,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
 
 from curriculum.errors import InputError, check_several
-from curriculum.record.events import config_name, plain
+from curriculum.record.events import config_name
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import listed, signed
 from curriculum.run import Run, load_run, runs_in
 from curriculum.run_directory import names_in, read_arrays
+from curriculum.views.comparison import BITS, NATS, ComparedRuns, ComparedSet, Difference, RunOnSet, steps_of_bases
 from curriculum.views.config_differences import config_differences
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_by_text, paired_difference
 from evalsets.student import student_quantile
-from evalsets.summary import RECORDED, Recorded
+from evalsets.summary import RECORDED
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
@@ -37,99 +38,6 @@ _NOTHING_SHARED = (
     "no eval set can be compared: no two of these runs measured the same text where they are compared; expected two of "
     "them to have a set of the same documents; to add one, resume a run with --eval-dataset-dir NAME=DIR"
 )
-NATS, BITS = "nats per token", "bits per byte"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One run minus the one it is compared with, on one set: positive is worse.
-
-    interval: 95 %, over the choice of held-out text. sem and interval are None if there is a single cluster.
-    share: the least part of the bytes of either run's set that the difference is over; 1 for the same windows.
-    """
-
-    against: str
-    delta: float
-    sem: float | None
-    interval: tuple[float, float] | None
-    clusters: str
-    num_clusters: int
-    share: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOnSet(Recorded):
-    """The eval of one run on one set that enters the comparison; `set` is this run's own name for the set.
-
-    `difference` and `verdict` are None for the run that the others are compared with.
-    """
-
-    run: str
-    set: str
-    step: int
-    tokens: int
-    difference: Difference | None
-    verdict: str | None
-
-
-@dataclass(frozen=True)
-class ComparedSet:
-    """The runs that measured one text, in the order given. The others are compared with the first.
-
-    name, content_hash: the first run's name for the set, and its content hash.
-    unit: of the differences: NATS if all have the windows of the first, BITS if none of the others has.
-    """
-
-    name: str
-    content_hash: str
-    runs: tuple[RunOnSet, ...]
-    unit: str = NATS
-
-    @property
-    def title(self) -> str:
-        """The name, and what other runs call the set: `val (books in adapted)`."""
-        return set_title({m.run: m.set for m in self.runs})
-
-
-@dataclass(frozen=True)
-class ComparedRuns:
-    """The result of `compare`.
-
-    at, common: the unit, `tokens` or `step`, and how many of them: as `asked` for, or where the shortest run was last
-    measured, among those that share a set with another and are no base. A run enters with its last eval at or before
-    that many.
-    alone: runs that share no set with another; they enter with their last eval.
-    begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
-    base enters with its last eval at or before that step, or the latest such step if several runs began from it.
-    runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
-    sets: one for each text that two or more runs measured, under one name or several; and one for each name under which
-      runs measured other windows than the first that has it, but documents of it.
-    refused: names under which runs measured different text, or text without a content hash, each with messages.
-    only: names whose text not every run measured, with the runs that did, under whatever name.
-    shared: {runs, step} for each pair with a common past: the step up to which they share it.
-    config: the differences between the configs, from `config_differences`.
-    """
-
-    at: str
-    common: int
-    asked: bool
-    runs: tuple[dict[str, Any], ...]
-    sets: tuple[ComparedSet, ...]
-    refused: dict[str, tuple[str, ...]]
-    only: dict[str, tuple[str, ...]]
-    shared: tuple[dict[str, Any], ...]
-    begun: tuple[dict[str, Any], ...]
-    alone: tuple[str, ...]
-    config: tuple[dict[str, Any], ...]
-
-    @property
-    def base_steps(self) -> dict[str, int]:
-        """By name, the step at which each base enters the comparison."""
-        return _base_steps(self.begun)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON; floats that are not finite become the strings that the record uses for them."""
-        return plain(asdict(self))
 
 
 def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") -> ComparedRuns:
@@ -164,7 +72,7 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
         for side, base in permutations(sides, 2)
         if base in sharing and (step := began_at(side.run, base.run)) is not None
     )
-    base_steps = _base_steps(begun)
+    base_steps = steps_of_bases(begun)
     free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
     shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
     common = shortest if asked is None else asked
@@ -262,19 +170,23 @@ def _by_text(
     counting: Mapping[_Side, Mapping[str, EvalPoint]],
     begun: Iterable[Mapping[str, Any]],
 ) -> list[ComparedSet]:
-    """Of the runs that tell documents apart, the first and those with other windows than it, but documents of it."""
-    measured = []
-    for side in told[1:]:
-        first, before, now = told[0], counting[told[0]][name], counting[side][name]
-        if side.hashes[name] == first.hashes[name]:
-            continue
-        if between := _difference_by_text(side, now, first, before, name):
-            verdict = _verdict(side.name, first.name, now, before, between, begun, BITS)
-            measured.append(_measured(side, name, now, between, verdict))
-    if not measured:
-        return []
-    runs = (_measured(told[0], name, counting[told[0]][name]), *measured)
-    return [ComparedSet(name, told[0].hashes[name], runs, BITS)]
+    """Of the runs that tell documents apart, one and those with other windows than it, but documents of it.
+
+    That one is the first for which there are such runs; [] if there is none.
+    """
+    for position, first in enumerate(told):
+        before, measured = counting[first][name], []
+        for side in told[position + 1 :]:
+            now = counting[side][name]
+            if side.hashes[name] == first.hashes[name]:
+                continue
+            if between := _difference_by_text(side, now, first, before, name):
+                verdict = _verdict(side.name, first.name, now, before, between, begun, BITS)
+                measured.append(_measured(side, name, now, between, verdict))
+        if measured:
+            runs = (_measured(first, name, before), *measured)
+            return [ComparedSet(name, first.hashes[name], runs, BITS)]
+    return []
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -328,13 +240,6 @@ def _side(name: str, run: Run) -> _Side:
     if not points:
         raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
     return _Side(name, run, points, content_hashes(run.events, points))
-
-
-def _base_steps(begun: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    steps: dict[str, int] = {}
-    for pair in begun:
-        steps[pair["base"]] = max(pair["step"], steps.get(pair["base"], 0))
-    return steps
 
 
 def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:

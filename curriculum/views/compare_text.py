@@ -16,7 +16,8 @@ from curriculum.record.wording import (
     metric_titles,
     signed,
 )
-from curriculum.views.compare import BITS, SEED_SPREAD_NATS, ComparedRuns, ComparedSet, RunOnSet
+from curriculum.views.compare import SEED_SPREAD_NATS
+from curriculum.views.comparison import BITS, ComparedRuns, ComparedSet, RunOnSet
 from curriculum.views.config_differences import rows as config_rows
 
 COLUMNS = ("eval set", "run", "step", *metric_titles(), "difference", "95 % interval")

@@ -13,8 +13,9 @@ from curriculum.record.queries import content_hashes, eval_points, planned_token
 from curriculum.record.wording import listed, loss
 from curriculum.run import Run
 from curriculum.views import figures
-from curriculum.views.compare import BITS, ComparedRuns, compare_runs
+from curriculum.views.compare import compare_runs
 from curriculum.views.compare_text import COLUMNS, MOST_SENTENCES, measured, notes, which_evals
+from curriculum.views.comparison import BITS, ComparedRuns
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
 from curriculum.views.figures import Curve, eval_curve
