@@ -26,7 +26,10 @@ METRIC = {
         ),
     ],
     "evalsets/metrics.py": [
-        ("    document_N: np.ndarray\n\n", "    document_N: np.ndarray\n    sure_N: np.ndarray | None = None\n\n"),
+        (
+            "    text_N: np.ndarray | None = None\n",
+            "    text_N: np.ndarray | None = None\n    sure_N: np.ndarray | None = None\n",
+        ),
         (
             "        loss=loss,\n",
             "        loss=loss,\n        sure=None if results.sure_N is None else int(results.sure_N.sum()) / tokens,\n",
