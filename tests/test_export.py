@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from tiny_run import tiny_train, write_corpus
 from written_run import command, write_run
 
+from curriculum.cli.options import step_text
 from curriculum.config import build_config
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.disk.manifest import write_manifest
@@ -357,6 +358,20 @@ def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, capsys, arg
     assert (
         sorted(path.name for path in tmp_path.rglob("*")) == before and (tmp_path / "full/note").read_text() == "kept"
     )
+
+
+def test_which_checkpoint_was_taken_is_told_of_a_run_without_a_record_too(tmp_path):
+    gold = {"metric": "primary/loss", "value": 3.0, "previous": None, "previous_step": None}
+    run = write_run(tmp_path / "run", {"val": lambda step: 3.0}, more={60: [("gold_checkpoint", gold)]})
+    assert step_text(run, 60, None, "raw") == step_text(str(run), 60, "gold", "ema") == "step 60 (gold)"
+    assert (
+        step_text(run, 60, "latest", "raw")
+        == step_text(run, 100, None, "raw").replace("100", "60")
+        == "step 60 (latest)"
+    )
+    assert step_text(run, 60, "60", "raw") == step_text(run, 60, None, "mean:a") == "step 60"
+    (run / "events.jsonl").unlink()
+    assert step_text(run, 100, None, "raw") == "step 100 (latest)"
 
 
 def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, capsys):

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from curriculum.find_checkpoint import is_step
-from curriculum.record.events import plain
-from curriculum.run import DEFAULT_STORE_DIR, load_run
+from curriculum.record.events import EVENTS, last_gold, plain, read_events
+from curriculum.run import DEFAULT_STORE_DIR
 
 
 class _Folder(click.Path):
@@ -28,7 +28,9 @@ def step_text(run: str | os.PathLike, step: int, asked: str | None, weights: str
     """`step 300 (gold)`: the step of a checkpoint of a run; if it was not asked for by its number, what it is."""
     if (asked is not None and is_step(asked)) or weights.startswith("mean:"):
         return f"step {step:,}"
-    is_gold = asked != "latest" and load_run(run).gold_step == step
+    record = Path(run) / EVENTS  # a run without one has no gold to take, but parameters
+    gold = last_gold(read_events(Path(run))) if asked != "latest" and record.exists() else None
+    is_gold = gold is not None and gold["step"] == step
     return f"step {step:,} ({'gold' if is_gold else 'latest'})"
 
 
