@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -105,6 +104,23 @@ def test_what_another_source_left_half_way_is_swept(sources, store_dir):
         prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
         assert not left.exists()
         assert partial.exists()  # somebody holds its lock
+
+
+def test_who_waits_for_another_process_is_told_and_finds_the_folder(tmp_path, capsys):
+    target, found = tmp_path / "target", []
+
+    def build():
+        with building(target, tmp_path / "lock") as partial:
+            found.append(partial)
+
+    waiting, told, deadline = threading.Thread(target=build), "", time.monotonic() + 60
+    with building(target, tmp_path / "lock"):
+        waiting.start()
+        while (told := told + capsys.readouterr().err) != f"waiting for another process that builds {target}\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    waiting.join()
+    assert found == [None] and target.is_dir()
 
 
 def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -319,58 +335,33 @@ def test_a_store_in_the_folder_of_another_is_refused(sources, store_dir):
         find_store("web", sources["web"], byte_tokenizer(), store_dir)
 
 
-def test_only_who_builds_the_same_folder_waits(tmp_path, capsys):
+def test_of_two_that_write_the_same_folder_the_first_to_finish_has_it(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
-    folder, outcomes = tmp_path / "new", []
+    folder, made = tmp_path / "new", []
 
-    def prepare_a(output):
-        return prepare_folder([str(tmp_path / "a.txt")], byte_tokenizer(), folder / output)
+    def prepare_a(output, progress=None):
+        return prepare_folder([str(tmp_path / "a.txt")], byte_tokenizer(), folder / output, progress=progress)
 
-    def prepare_the_same():
-        try:
-            prepare_a("a")
-        except InputError as error:
-            outcomes.append(str(error))
+    def prepare_beside(done_bytes, total_bytes):
+        made.extend(prepare_a(output).facts for output in ("b", "a"))
 
-    def build_beside(done_bytes, total_bytes):
-        threads.extend(threading.Thread(target=go) for go in (lambda: prepare_a("b"), prepare_the_same))
-        threads[0].start()
-        threads[0].join(timeout=30)
-        assert (folder / "b" / "store.json").exists() and capsys.readouterr().err == ""
-        threads[1].start()
-        deadline = time.monotonic() + 60
-        while f"waiting for another process that builds {folder / 'a'}\n" not in (told := capsys.readouterr().err):
-            assert told == "" and time.monotonic() < deadline
-            time.sleep(0.001)
-
-    threads = []
-    prepare_folder([str(tmp_path / "a.txt")], byte_tokenizer(), folder / "a", progress=build_beside)
-    threads[1].join()
-    assert outcomes == [f"{folder / 'a'}: another process has just written it; name a new folder"]
+    with pytest.raises(InputError, match="new/a: exists already; name a new folder"):
+        prepare_a("a", prepare_beside)
+    assert [open_store(folder / name).facts for name in "ba"] == made
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.parametrize("num_threads", [8])
-def test_after_failures_one_still_builds_at_a_time(tmp_path, num_threads):
-    """Who waited for a lock whose file is gone by then does not build beside who holds a new one."""
-    target, inside, most = tmp_path / "out", [], []
-
-    def fail_often():
-        for _ in range(20):
-            with suppress(KeyError), building(target) as partial:
-                inside.append(1)
-                most.append(len(inside))
-                (partial / "x").write_text("x")
-                time.sleep(0.0002)
-                inside.pop()
-                raise KeyError
-
-    threads = [threading.Thread(target=fail_often) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1] * 20 * num_threads and list(tmp_path.iterdir()) == []
+def test_what_was_left_of_a_new_folder_is_cleared_by_the_next_try(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    program = (
+        "import os, sys; from curriculum.data.prepare import *\n"
+        "prepare_folder([sys.argv[1]], byte_tokenizer(), sys.argv[2], progress=lambda *_: os.kill(os.getpid(), 9))"
+    )
+    new = tmp_path / "new" / "a"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.txt"), str(new)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and not new.exists() and len(list(new.parent.iterdir())) == 1
+    prepare_folder([str(tmp_path / "a.txt")], byte_tokenizer(), new)
+    assert list(new.parent.iterdir()) == [new]
 
 
 def test_two_starts_may_note_the_same_content_at_once(tmp_path, monkeypatch):

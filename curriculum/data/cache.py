@@ -119,20 +119,16 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def building(target: Path, lock_path: Path | None = None) -> Iterator[Path | None]:
+def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
     """Yield an empty folder, renamed to `target` if the block ends without an error; None if `target` exists.
 
-    An empty `target` counts as missing: it is replaced at the end, and stays if the block fails.
-
     One process builds at a time; others wait for the lock and then find the folder. What a killed process left is
-    deleted, and only a finished folder ever has the name. Without a `lock_path` the lock is a hidden file beside the
-    folder, deleted at the end.
+    deleted, and only a finished folder ever has the name.
     """
-    beside = target.absolute().with_name(f".{target.name}.lock")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(lock_path or beside, f"waiting for another process that builds {target}", lock_path is None):
-            if target.exists() and any(target.iterdir()):
+        with _locked(lock_path, f"waiting for another process that builds {target}"):
+            if target.exists():
                 yield None
                 return
             partial = target.with_name(target.name + PARTIAL)
@@ -166,37 +162,21 @@ def _sweep(parent: Path, locks: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, wait_message: str | None, goes: bool = False) -> Iterator[bool]:
-    """Hold the lock of a file and yield True; with `goes`, delete the file at the end.
+def _locked(path: Path, wait_message: str | None) -> Iterator[bool]:
+    """Hold the lock of a file and yield True.
 
     If another process holds it: print `wait_message` and wait, or yield False if that is None.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if wait_message is None:
-                    yield False
-                    return
-                print(wait_message, file=sys.stderr, flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not _is_at(path, descriptor):
-                continue  # the last holder deleted the file, and others may hold a new one by now
-            try:
-                yield True
-            finally:
-                if goes:
-                    path.unlink()
-            return
-        finally:
-            os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if wait_message is not None:
+            print(wait_message, file=sys.stderr, flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield wait_message is not None
+    else:
+        yield True
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from curriculum.data.cache import (
     build_once,
-    building,
     content_of,
     digest,
     find_content,
@@ -37,6 +36,8 @@ from curriculum.data.store import KEY_NAME, OPENED_VERSION, SIDECAR_NAME, Store,
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
+from curriculum.disk.durable import rename_whole
+from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
@@ -292,11 +293,15 @@ def _check_new(output_dir: Path) -> None:
 def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[[Path], None]) -> Store:
     """A new folder with the tokenizer and the store that `write` puts there."""
     output_dir = Path(output_dir)
-    with building(output_dir) as partial:
-        if partial is None:
-            raise InputError(f"{output_dir}: another process has just written it; name a new folder")
-        tokenizer.save(partial)
-        write(partial)
+    place = output_dir.parent
+    with writing(output_dir):
+        place.mkdir(parents=True, exist_ok=True)
+        clear_killed(place, output_dir)
+        with scratch(place, output_dir) as folder:
+            tokenizer.save(folder)
+            write(folder)
+            _check_new(output_dir)  # another process may have written it meanwhile
+            rename_whole(folder, output_dir)
     return open_store(output_dir)
 
 
