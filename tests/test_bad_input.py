@@ -557,8 +557,6 @@ STORED = [
     Row("sidecar with a count of NaN", write("tokens/store.json", lambda: Path("tokens/store.json").read_text().replace('"num_tokens": ', '"num_tokens": NaN, "x": ')), f"{TRAIN} {TOKENS}", "tokens/store.json", "delete the folder"),
     Row("sidecar without shards", fields_of("tokens/store.json", shards=[]), f"{TRAIN} {TOKENS}", "tokens/store.json", "delete the folder"),
     Row("sidecar that leads out of its folder", fields_of("tokens/store.json", shards=[{"path": "../web.jsonl", "num_tokens": 10**6}]), f"{TRAIN} {TOKENS}", "tokens/store.json", "delete the folder"),
-    Row("sidecar with NUL in a path", fields_of("tokens/store.json", num_tokens=9, shards=[{"path": "a\0b", "num_tokens": 9}]), f"{TRAIN} {TOKENS}", "tokens/a", "delete the folder"),
-    Row("sidecar of another type of ids", fields_of("tokens/store.json", dtype="u32"), f"{TRAIN} {TOKENS}", "tokens/tokens-00000.bin", "delete the folder"),
     Row("sidecar may not be read", mode("tokens/store.json", 0), f"{TRAIN} {TOKENS}", "tokens/store.json", "delete the folder", True),
     Row("tokens cut", cut("tokens/tokens-00000.bin"), f"{TRAIN} {TOKENS}", "tokens/tokens-00000.bin", "delete the folder"),
     Row("tokens gone", remove("tokens/tokens-00000.bin"), f"{TRAIN} {TOKENS}", "tokens/tokens-00000.bin", "delete the folder"),

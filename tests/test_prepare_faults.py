@@ -313,8 +313,9 @@ def test_a_sidecar_that_says_something_else_is_refused(sources, store_dir):
     facts = json.loads(path.read_text())
     for change in ({"eot": 3}, {"num_bytes": facts["num_bytes"] + 1}, {"checksums": {}}, {"checksum": None}):
         path.write_text(json.dumps(facts | change))
-        with pytest.raises(InputError, match="store.json: its checksum does not match its content; delete the folder"):
-            prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+        for go in (find_store, prepare_store):
+            with pytest.raises(InputError, match="store.json: its checksum does not match its content; delete the fo"):
+                go("web", sources["web"], byte_tokenizer(), store_dir)
 
 
 def test_a_store_in_the_folder_of_another_is_refused(sources, store_dir):

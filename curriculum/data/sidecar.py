@@ -50,8 +50,8 @@ def check_size(path: Path, expected_bytes: int, remedy: str) -> None:
     """Raise InputError, which `remedy` ends, unless a file that a sidecar describes is there and as long as it says."""
     try:
         size_bytes, is_folder = path.stat().st_size, path.is_dir()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; {remedy}") from error
     if is_folder:  # its size may happen to match
         raise InputError(f"{path}: is a folder; the sidecar says {expected_bytes:,} bytes; {remedy}")
     if size_bytes != expected_bytes:
