@@ -26,7 +26,7 @@ from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG
 from curriculum.model.formats.hf_config_writer import hf_config_of, needs_out_bias
 from curriculum.model.formats.peft import write_peft
-from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
+from curriculum.model.formats.safetensors_writer import DTYPES, rounded_all, write_safetensors
 from curriculum.model.presets import ModelConfig
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, run_directory
@@ -76,8 +76,10 @@ def export(
     same folder are removed.
     """
     directory, output = run_directory(run), Path(output_dir)
-    check_choice("--format", format, _FORMATS)
-    _check_dtype(dtype, format)
+    check_choice("--format", format, ("safetensors", "hf", "gguf"))
+    if dtype == "q8_0" and format != "gguf":
+        raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(DTYPES)}")
+    check_choice("--dtype", dtype, (*DTYPES, "q8_0") if format == "gguf" else DTYPES)
     # An existing folder is filled, not replaced: it may be a link, a mount, or a shell's working directory.
     place = output if os.path.isdir(output) else output.parent
     clear_killed(place, output)
@@ -100,8 +102,7 @@ def export(
     if target is not None:
         target = replace(target, chat=_chat_of(directory, ledger, step))
 
-    # Imports jax, which is slow, after all checks that do without it.
-    arrays = _merged(directory, saved, architecture, ledger["lineage"]) if merge else _parameters(saved)
+    arrays = _parameters(directory, saved, architecture, ledger["lineage"] if merge else None)
     if spoilt := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise InputError(
             f"{saved}: {len(spoilt)} of {len(arrays)} arrays, such as {spoilt[0]}, hold values that are not finite; "
@@ -120,13 +121,11 @@ def export(
                 _write_json(folder / "model.json", {k: v for k, v in architecture.items() if k != "lora"})
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
-                _WRITERS[kind](folder, target, arrays, dtype, metadata)
-                if kind != "gguf":  # which holds it
-                    longest = target.config.max_seq_len
-                    write_hf_tokenizer(target.tokenizer, folder, model_max_length=longest, chat=target.chat)
+                _write(folder, kind, target, arrays, dtype, metadata)
+                there = (directory.path / EVENTS).exists()
+                record = Run(directory, directory.resolved(), read_events(directory.path) if there else [])
                 described = _described(target, kind, dtype, step, weights, ledger, merge)
-                card = model_card(_with_record(directory), described)
-                (folder / "README.md").write_text(card, encoding="utf-8")
+                (folder / "README.md").write_text(model_card(record, described), encoding="utf-8")
             if place == output:
                 for file in folder.iterdir():
                     file.replace(output / file.name)
@@ -139,17 +138,20 @@ def export(
     return step
 
 
-def _parameters(saved: Path) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by their dotted path, float32, on the host."""
+def _parameters(
+    directory: RunDirectory, saved: Path, architecture: Mapping[str, Any], lineage: Mapping[str, Any] | None
+) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by their dotted path, float32, on the host.
+
+    With `lineage`, that of a checkpoint of adapters: the whole model with the adapters folded in.
+    """
+    # Imports jax, which is slow, after all checks that do without it.
+    from curriculum.model.model import by_name
     from curriculum.train.checkpoints.arrays import load_params
 
-    return _float32(load_params(saved))
+    if lineage is None:
+        return _float32(by_name(load_params(saved)))
 
-
-def _merged(
-    directory: RunDirectory, saved: Path, architecture: Mapping[str, Any], lineage: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-    """The same for a checkpoint of adapters: the whole model with the adapters folded in."""
     from curriculum.model.lora import merged
     from curriculum.model.model import abstract_params
     from curriculum.model.transformer import transformer
@@ -158,15 +160,12 @@ def _merged(
 
     model = ModelConfig.of(architecture)
     like = abstract_on_host(abstract_params(transformer(model)))
-    config = Run(directory, directory.resolved(), []).config
-    whole = whole_params(config, model, lineage, saved, like)
-    return merged(_float32(whole), model)
+    whole = whole_params(Run(directory, directory.resolved(), []).config, model, lineage, saved, like)
+    return merged(_float32(by_name(whole)), model)
 
 
-def _float32(params: Params) -> dict[str, np.ndarray]:
-    from curriculum.model.model import by_name
-
-    return {name: np.asarray(array, np.float32) for name, array in by_name(params).items()}
+def _float32(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -225,18 +224,28 @@ def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> C
     return ChatConfig(**resolved["chat"])
 
 
-def _write_hf(
-    folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
+def _write(
+    folder: Path, kind: str, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    tensors = hf_tensors(target.config, arrays, out_bias=needs_out_bias(target.config, target.hf_config))
-    write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
-    _write_json(folder / HF_CONFIG, target.hf_config)
-    ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
-    _write_json(folder / "generation_config.json", ids)
+    """Put the parameters, their config and the tokenizer into a folder, as other programs read them."""
+    if kind == "gguf":
+        _write_gguf(folder / "model.gguf", target, arrays, dtype, metadata)
+        return
+    if kind == "peft":
+        adapters = dict(rounded_all(arrays.items(), dtype))
+        write_peft(folder, target.config, adapters, target.base, metadata)
+    else:
+        tensors = hf_tensors(target.config, arrays, out_bias=needs_out_bias(target.config, target.hf_config))
+        # transformers asks for the format
+        write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})
+        _write_json(folder / HF_CONFIG, target.hf_config)
+        ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
+        _write_json(folder / "generation_config.json", ids)
+    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
 def _write_gguf(
-    folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
+    path: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
     if target.chat is not None and spells_special(target.chat, target.tokenizer):
@@ -245,20 +254,13 @@ def _write_gguf(
             "llama.cpp: the ids of a conversation will differ; with --format hf they stay the same"
         )
     rest = {"dtype": dtype, "name": target.name, "chat": target.chat, "metadata": own}
-    in_f16 = write_gguf(folder / "model.gguf", target.config, arrays, target.tokenizer, **rest)
+    in_f16 = write_gguf(path, target.config, arrays, target.tokenizer, **rest)
     if in_f16:
         tell(f"q8_0: {len(in_f16)} matrices are stored as f16 (rows not a multiple of 32): {', '.join(in_f16)}")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_peft(
-    folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
-) -> None:
-    rounded = dict(rounded_all(arrays.items(), dtype))
-    write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype), metadata)
 
 
 def _described(
@@ -273,15 +275,6 @@ def _described(
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
     opens = target.chat is not None and opens_document(target.chat, target.tokenizer)
     return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.chat, opens)
-
-
-_WRITERS = {"hf": _write_hf, "gguf": _write_gguf, "peft": _write_peft}
-
-
-def _with_record(directory: RunDirectory) -> Run:
-    """The run, without events if its record is gone."""
-    there = (directory.path / EVENTS).exists()
-    return Run(directory, directory.resolved(), read_events(directory.path) if there else [])
 
 
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:
@@ -313,13 +306,3 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
         got, expected = (str(list(shape[name])) if name in shape else "none" for shape in (found, asked))
         raise InputError(f"{folder}: {name}: got {got}, expected {expected}, as in the model; is it another model's?")
     return jax.tree.unflatten(jax.tree.structure(shapes), [np.asarray(arrays[name], np.float32) for name in asked])
-
-
-_FORMATS = ("safetensors", "hf", "gguf")
-_OF_GGUF = ("q8_0",)  # types that no other format has
-
-
-def _check_dtype(dtype: str, format: str) -> None:
-    if dtype in _OF_GGUF and format != "gguf":
-        raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(DTYPES)}")
-    check_choice("--dtype", dtype, (*DTYPES, *_OF_GGUF) if format == "gguf" else DTYPES)

@@ -21,7 +21,7 @@ from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.export import export, load_exported
 from curriculum.model.formats.hf_config import read_hf_config
-from curriculum.model.formats.safetensors_writer import rounded, save_arrays, write_safetensors
+from curriculum.model.formats.safetensors_writer import rounded_all, save_arrays, write_safetensors
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
@@ -163,11 +163,12 @@ def test_parameters_that_are_not_finite_are_refused(run, tmp_path, value):
 def test_a_value_too_large_is_told_by_name(run, tmp_path):
     array = np.array([1.0, 65519.0, -65520.0, np.inf, np.nan, 7e4], np.float32)  # 65520 is the first to become infinite
     with pytest.raises(InputError) as error:
-        rounded("blocks.000.x", array, "f16", np.dtype("float16"))
+        list(rounded_all([("blocks.000.x", array)], "f16"))
     assert str(error.value) == (
         "--dtype f16: 2 of 6 values of blocks.000.x are too large for it, such as -65520; use another: f32, bf16, f16"
     )
-    assert rounded("x", array[:2], "f16", np.dtype("float16")).tolist() == [1.0, 65504.0]
+    ((_, fits),) = rounded_all([("x", array[:2])], "f16")
+    assert fits.tolist() == [1.0, 65504.0]
     huge = with_head(run, tmp_path / "huge", 7e4)
     with pytest.raises(
         InputError, match="--dtype f16: 8448 of 8448 values of head.kernel are too large for it, such as 7"

@@ -635,7 +635,8 @@ def test_the_folder_for_peft_says_what_the_adapters_add(config, tmp_path):
 
 def test_it_is_written_in_half_the_size_too(tmp_path):
     metadata = {"step": "4", "weights": "ema"}
-    write_peft(tmp_path, LLAMA, by_name(noisy_params(LLAMA)), "base", np.float16, metadata)
+    half = {name: np.asarray(array, np.float16) for name, array in by_name(noisy_params(LLAMA)).items()}
+    write_peft(tmp_path, LLAMA, half, "base", metadata)
     with safe_open(tmp_path / "adapter_model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt", **metadata}
     tensors = load_file(tmp_path / "adapter_model.safetensors")

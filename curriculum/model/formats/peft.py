@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,13 +23,12 @@ def write_peft(
     config: ModelConfig,
     adapters_by_name: Mapping[str, np.ndarray],
     base: str,
-    dtype: Any = np.float32,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, which `peft` loads onto the model at `base`.
 
-    `config` must be one that transformers has a class for. `adapters_by_name`: arrays by dotted name. `dtype`: the
-    numpy type to write them as. `metadata`: more to say in the header of the safetensors file.
+    `config` must be one that transformers has a class for. `adapters_by_name`: arrays by dotted name, written in their
+    own type. `metadata`: more to say in the header of the safetensors file.
 
     GPT-2 has one matrix for query, key and value, and so one adapter for the n of them that are adapted: their A are
     stacked, their B are its blocks, its rank is n times the rank and, to keep the scale, its alpha n times alpha.
@@ -48,11 +46,11 @@ def write_peft(
         times[_LAYER.sub("", module)] = len(adapted)
         of = [[np.asarray(adapters_by_name[f"{parts[i]}.{name}"]) for name in (A, B)] for i in adapted]
         rows_of = np.cumsum([0, *(shapes[name][1] for name in names)])
-        b_FR = np.zeros((rows_of[-1], lora.rank * len(adapted)), dtype)
+        b_FR = np.zeros((rows_of[-1], lora.rank * len(adapted)), of[0][1].dtype)
         for column, (i, (_, b_RF)) in enumerate(zip(adapted, of, strict=True)):
             b_FR[rows_of[i] : rows_of[i + 1], column * lora.rank : (column + 1) * lora.rank] = b_RF.T
         # In C order: safetensors writes the bytes as they lie in memory.
-        a_RD = np.concatenate([a_DR.T for a_DR, _ in of]).astype(dtype, order="C")
+        a_RD = np.ascontiguousarray(np.concatenate([a_DR.T for a_DR, _ in of]))
         at = f"base_model.model.{module}"
         tensors |= {f"{at}.lora_A.weight": a_RD, f"{at}.lora_B.weight": b_FR}
     several = {module: number for module, number in times.items() if number > 1}

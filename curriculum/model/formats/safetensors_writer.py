@@ -72,24 +72,17 @@ def save_arrays(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str
 
 
 def rounded_all(arrays: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) in the type that DTYPES calls `dtype`, one after the other. Raises InputError as `rounded` does."""
-    to = numpy_dtype(dtype)
-    return ((name, rounded(name, array, dtype, to)) for name, array in arrays)
+    """(name, float32 array) in the type that DTYPES calls `dtype`, one after the other.
 
+    Raises InputError if a finite value becomes infinite.
+    """
+    import ml_dtypes  # noqa: F401, by which numpy knows bfloat16
 
-def numpy_dtype(dtype: str) -> np.dtype:
-    """The numpy type of a key of DTYPES."""
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else DTYPES[dtype])
-
-
-def rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:
-    """A float32 array in another type. Raises InputError if a finite value becomes infinite."""
-    with np.errstate(over="ignore"):
-        rounded = array.astype(to, copy=False)
-    check_rounded(name, array, rounded, dtype, DTYPES)
-    return rounded
+    for name, array in arrays:
+        with np.errstate(over="ignore"):
+            rounded = array.astype(DTYPES[dtype], copy=False)
+        check_rounded(name, array, rounded, dtype, DTYPES)
+        yield name, rounded
 
 
 def check_rounded(name: str, array: np.ndarray, rounded: np.ndarray, dtype: str, dtypes: Iterable[str]) -> None:
