@@ -136,9 +136,9 @@ def test_it_takes_the_place_of_one_that_came_with_the_tokenizer(in_a_file, tmp_p
     for folder, chat in ((kept, None), (replaced, OWN)):
         folder.mkdir()
         write_hf_tokenizer(tokenizer, folder, chat=chat)
-    assert gguf_vocabulary(tokenizer, tokenizer.vocab_size).chat_template == "{{ old }}"
+    assert gguf_vocabulary(tokenizer, tokenizer.vocab_size)["chat_template"] == "{{ old }}"
     assert any("{{ old }}" in file.read_text() for file in kept.iterdir())
     assert not any("old }}" in file.read_text() for file in replaced.iterdir())
     expected = chat_template(OWN, tokenizer)
     assert json.loads((replaced / "tokenizer_config.json").read_text())["chat_template"] == expected
-    assert gguf_vocabulary(tokenizer, tokenizer.vocab_size, OWN).chat_template == expected
+    assert gguf_vocabulary(tokenizer, tokenizer.vocab_size, OWN)["chat_template"] == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +29,6 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-@dataclass(frozen=True)
-class GgufVocabulary:
-    """The keys tokenizer.ggml.* of a GGUF file: `model` gpt2 (byte-level, `merges`, `pre`) or llama (`scores`)."""
-
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    merges: list[str] | None
-    scores: list[float] | None
-    bos: int
-    eos: int
-    unknown: int | None
-    add_bos: bool
-    add_space_prefix: bool
-    chat_template: str | None
-
-
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,8 +39,11 @@ _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _REST
 _NEVER_MERGED = "\u00ff \u00fe"
 
 
-def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None = None) -> GgufVocabulary:
+def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None = None) -> dict[str, Any]:
     """The tokenizer in llama.cpp's form, with `num_rows` tokens; those after its own are unused.
+
+    By the name of the method of GGUFWriter that adds it, without `add_`; in the order of the file. The model is gpt2
+    for byte-level merges, and otherwise llama, whose merges follow from scores.
 
     llama.cpp then gives the tokenizer's ids, with two exceptions. It does not normalise to NFC: if the tokenizer does,
     the ids are the same only for text that is in NFC already. And if the tokenizer puts a space before a text,
@@ -86,20 +70,24 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
     for name, token in parsed.vocabulary.items():
         tokens[token], types[token] = name, _type_of(name, token, tokenizer, parsed)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in definition["model"]["merges"]]
-    return GgufVocabulary(
-        model="gpt2" if parsed.is_byte_level else "llama",
-        pre=pre,
-        tokens=tokens,
-        types=types,
-        merges=(merges or [_NEVER_MERGED]) if parsed.is_byte_level else None,
-        scores=None if parsed.is_byte_level else _scores(tokens, merges),
-        bos=tokenizer.bos,
-        eos=tokenizer.eot,
-        unknown=parsed.unknown,
-        add_bos=_adds_bos(tokenizer),
-        add_space_prefix=bool(tokenizer.prefix),
-        chat_template=own_template(tokenizer) if chat is None else chat_template(chat, tokenizer),
-    )
+    if parsed.is_byte_level:
+        by_rank = {"token_types": types, "token_merges": merges or [_NEVER_MERGED]}
+    else:
+        by_rank = {"token_scores": _scores(tokens, merges), "token_types": types}
+    template = own_template(tokenizer) if chat is None else chat_template(chat, tokenizer)
+    return {
+        "tokenizer_model": "gpt2" if parsed.is_byte_level else "llama",
+        "tokenizer_pre": pre,
+        "token_list": tokens,
+        **by_rank,
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": tokenizer.eot,
+        **({} if parsed.unknown is None else {"unk_token_id": parsed.unknown}),
+        "add_bos_token": _adds_bos(tokenizer),
+        "add_eos_token": False,
+        "add_space_prefix": bool(tokenizer.prefix),
+        **({} if template is None else {"chat_template": template}),
+    }
 
 
 def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: ParsedDefinition) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from curriculum.data.tokenizers.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
+from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.errors import InputError, shown
 from curriculum.model.formats.hf_config import ALWAYS_WRITTEN, shortest
 from curriculum.model.formats.safetensors_writer import check_rounded
@@ -97,7 +97,8 @@ def write_gguf(
     if dtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, architecture, config, num_rows)
-    _add_vocabulary(writer, vocabulary)
+    for method, setting in vocabulary.items():
+        getattr(writer, f"add_{method}")(setting)
     for key, setting in (metadata or {}).items():
         writer.add_key_value(key, setting, gguf.GGUFValueType.get_type(setting))
 
@@ -275,23 +276,3 @@ def _add_shape(writer: GGUFWriter, architecture: str, config: ModelConfig, num_r
     if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
-
-
-def _add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.merges is not None:
-        writer.add_token_merges(vocabulary.merges)
-    writer.add_bos_token_id(vocabulary.bos)
-    writer.add_eos_token_id(vocabulary.eos)
-    if vocabulary.unknown is not None:
-        writer.add_unk_token_id(vocabulary.unknown)
-    writer.add_add_bos_token(vocabulary.add_bos)
-    writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(vocabulary.add_space_prefix)
-    if vocabulary.chat_template is not None:
-        writer.add_chat_template(vocabulary.chat_template)
