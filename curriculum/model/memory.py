@@ -79,15 +79,8 @@ def memory_estimate(
     `moments_per_parameter`: float32 numbers that the optimizer keeps for each trained parameter on the device, 2 for
     AdamW; the mean if parameters differ. `fsdp`, `tensor`: sizes of the mesh axes, over which parameters, gradients,
     moments and average are split as `curriculum.model.split` says; activations are counted whole. `update_bytes`:
-    temporaries of the optimizer's update. Raises ValueError if a size is below 1 or the moments below 0.
+    temporaries of the optimizer's update.
     """
-    sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "fsdp": fsdp, "tensor": tensor}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: got {size}, expected 1 or more")
-    if moments_per_parameter < 0:
-        raise ValueError(f"moments_per_parameter: got {moments_per_parameter}, expected 0 or more")
-
     attention = attention_of(model, backend, seq_len=seq_len, heads_split=tensor > 1)
     model = replace(model, attention=attention, layers=layers_of(model, backend))
     split, used = {"fsdp": fsdp, "tensor": tensor}, {"tensor": tensor}  # how a device stores parameters, and uses them
