@@ -11,7 +11,6 @@ from curriculum.config import Config
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.prepared import is_prepared
-from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig
 from curriculum.data.split import Split, drop_overlap, parse_share
 from curriculum.data.store import Store
@@ -50,7 +49,7 @@ def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) 
     """
     texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
     in_turn = sorted(texts, key=lambda name: not is_prepared(texts[name]))
-    made = {name: prepared(config, name, texts[name], tokenizer, store_dir) for name in in_turn}
+    made = {name: prepare_store(name, texts[name], tokenizer, store_dir, chat=config.chat) for name in in_turn}
     evalsets = {name: made[place_of(name)] for name in own_sources(config)}
     return split_stores(config, tokenizer, {name: made[name] for name in config.sources}, evalsets)
 
@@ -69,11 +68,6 @@ def find_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> 
         {name: store for name, store in sources.items() if store},
         {name: store for name, store in evalsets.items() if store},
     )
-
-
-def prepared(config: Config, name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path) -> Store:
-    """The store of a source, or of an eval set under its `place_of`; shows progress if it takes long."""
-    return prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
 
 
 def split_stores(config: Config, tokenizer: Tokenizer, sources: dict[str, Store], evalsets: dict[str, Store]) -> Stores:

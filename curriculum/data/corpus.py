@@ -20,13 +20,12 @@ from curriculum.data.config_stores import (
     own_sources,
     place_of,
     prepare_stores,
-    prepared,
     split_stores,
 )
 from curriculum.data.documents import empty_warnings, file_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes, num_first_windows
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
-from curriculum.data.prepare import find_tokenizer, prepare_tokenizer
+from curriculum.data.prepare import find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.chat_template import own_template
@@ -127,9 +126,9 @@ def load_evalsets(
             missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
             problems.append((place_of(name), f"{missing}; restore it, or measure other sets"))
         elif own is not None:
-            evalsets[name] = prepared(config, place_of(name), own, tokenizer, store_dir)
+            evalsets[name] = prepare_store(place_of(name), own, tokenizer, store_dir, chat=config.chat)
         elif held_out_of not in sources:
-            sources[held_out_of] = prepared(config, held_out_of, source, tokenizer, store_dir)
+            sources[held_out_of] = prepare_store(held_out_of, source, tokenizer, store_dir, chat=config.chat)
     if problems:
         raise config.error(problems)
     stores = split_stores(config, tokenizer, sources, evalsets)

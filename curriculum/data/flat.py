@@ -19,7 +19,7 @@ def _is_wider(ids_N: np.ndarray) -> bool:
     return len(ids_N) >= 32 and not ids_N[1::2].any() and bool(ids_N[::2].any())
 
 
-def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, progress: Progress | None) -> None:
+def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, progress: Progress) -> None:
     """Write the index and the sidecar of a flat file of ids; the file itself stays where it lies.
 
     A document ends with end-of-text, or with the last of several in a row. End-of-text at the start of the file belongs
@@ -69,8 +69,7 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
                 writer.opened &= bool(stream[document_start] == tokenizer.bos)
                 document_start = text_start = end
             writer.add_text(text_of(text_start, stop))
-            if progress is not None:
-                progress(stop * dtype.itemsize, file.size_bytes)
+            progress(stop * dtype.itemsize, file.size_bytes)
         writer.finish(source.location, tokenizer)
 
 

@@ -28,7 +28,7 @@ from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat
 from curriculum.data.pieces import check_rows
 from curriculum.data.prepared import is_prepared, open_prepared
-from curriculum.data.progress import Progress
+from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.rows import type_name
 from curriculum.data.sources import SourceConfig, source_files, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
@@ -180,9 +180,9 @@ def prepare_store(
 ) -> Store:
     """The token store of a source: opened if it exists, built if it does not or if the content changed.
 
-    `chat` renders the conversations of a source that holds some; another template gives another store. Any number of
-    processes may call this at once: one builds the store and the others wait. Raises InputError for a source that
-    cannot be read or encoded. Nothing half-written is left.
+    `chat` renders the conversations of a source that holds some; another template gives another store. `progress`: by
+    default what takes long is shown on the console. Any number of processes may call this at once: one builds the store
+    and the others wait. Raises InputError for a source that cannot be read or encoded. Nothing half-written is left.
     """
     found = find_store(name, source, tokenizer, store_dir, chat)
     store_dir = Path(store_dir)
@@ -190,6 +190,7 @@ def prepare_store(
         return _verified(found, store_dir)
     content = _content(name, source, store_dir)
     directory, key = _store_place(name, source, tokenizer, store_dir, content, chat)
+    progress = progress or ConsoleProgress(f"preparing {name}")
 
     def write(folder: Path) -> None:
         (folder / KEY_NAME).write_text(key)
