@@ -303,28 +303,24 @@ def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
     Raises InputError naming the document (counted from 1) if it is not of this kind, and if the iterator raises
     OSError.
     """
-    for number, document in _numbered(documents):
-        where = f"document {number}"
-        if chat is None:
-            if isinstance(document, list):
-                raise InputError(f"{where} holds a list; expected text; for conversations give their template as chat")
-            text = checked_text(document, where)
-            yield Piece(text, True, len(text), where)
-            continue
-        if isinstance(document, Mapping) and "messages" in document:
-            raise InputError(f"{where} holds an object; expected a list of messages: give its 'messages'")
-        try:
-            stretches = render(document, chat)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        yield from conversation_pieces(stretches, sum(len(text) for text, _ in stretches), where)
-
-
-def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
     number = 0
     try:
         for number, document in enumerate(documents, start=1):
-            yield number, document
+            where = f"document {number}"
+            if chat is None:
+                if isinstance(document, list):
+                    expected = "expected text; for conversations give their template as chat"
+                    raise InputError(f"{where} holds a list; {expected}")
+                text = checked_text(document, where)
+                yield Piece(text, True, len(text), where)
+                continue
+            if isinstance(document, Mapping) and "messages" in document:
+                raise InputError(f"{where} holds an object; expected a list of messages: give its 'messages'")
+            try:
+                stretches = render(document, chat)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
+            yield from conversation_pieces(stretches, sum(len(text) for text, _ in stretches), where)
     except OSError as error:  # else the caller would report an error of writing
         raise InputError(
             f"documents: after {number:,} documents: {error}; expected all of them to be readable"
