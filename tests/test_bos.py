@@ -15,7 +15,7 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.corpus import load_corpus
 from curriculum.data.held_out import eval_documents, split_store
 from curriculum.data.pieces import Piece
-from curriculum.data.prepare import find_store, prepare_documents, prepare_folder, prepare_store
+from curriculum.data.prepare import find_store, prepare_documents, prepare_store
 from curriculum.data.sources import SourceConfig
 from curriculum.data.split import split_documents
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
@@ -164,13 +164,6 @@ def test_a_flat_file_with_some_bos_holds_them_as_tokens(llama3, tmp_path):
     np.concatenate(ids).astype("<u2").tofile(tmp_path / "flat.bin")
     store = prepare_store("web", SourceConfig(path=str(tmp_path / "flat.bin")), tokenizer, tmp_path / "store")
     assert [store.document_tokens(i).tolist() for i in range(2)] == [document[:-1] for document in ids]
-
-
-def test_a_prepared_folder_has_bos_too(llama3, tmp_path):
-    _, tokenizer = llama3
-    write_rows(tmp_path / "web.jsonl", TEXTS)
-    store = prepare_folder([str(tmp_path / "web.jsonl")], tokenizer, tmp_path / "new")
-    assert store.stream[:].tolist() == sum(ids_of(TEXTS, tokenizer), [])
 
 
 # --- training -----------------------------------------------------------------------------------------------

@@ -179,11 +179,6 @@ def test_a_value_too_large_is_told_by_name(run, tmp_path):
     assert load_file(tmp_path / "out/model.safetensors")["head.kernel"].shape == (32, 264)
 
 
-def test_the_folders_above_are_made(run, tmp_path):
-    assert export(run, tmp_path / "of/runs/out", step=2) == 2
-    assert (tmp_path / "of/runs/out/model.safetensors").is_file()
-
-
 def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
     assert export(run, tmp_path, step=2) == 2
     arrays = load_file(tmp_path / "model.safetensors")
@@ -205,16 +200,6 @@ def test_an_empty_folder_by_another_name_is_written_into(run, tmp_path, monkeypa
     assert_same(load_file(out / "model.safetensors"), saved_params(run, 4))
     assert sorted(path.name for path in out.iterdir()) == ["model.json", "model.safetensors", "tokenizer"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
-
-
-def test_a_failure_leaves_an_empty_folder_empty(run, tmp_path):
-    broken, out = tmp_path / "broken", tmp_path / "out"
-    shutil.copytree(run, broken)
-    (broken / "tokenizer/gone").symlink_to("nowhere")
-    out.mkdir()
-    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer/gone"):
-        export(broken, out)
-    assert list(out.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -392,22 +377,11 @@ def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, 
 
 
 def test_the_command(run, tmp_path):
-    command = [
-        CURRICULUM,
-        "export",
-        str(run),
-        "--format",
-        "safetensors",
-        "--step",
-        "2",
-        "-o",
-        str(tmp_path / "deep/out"),
-    ]
+    command = [CURRICULUM, *"export --format safetensors --step 2".split(), str(run), "-o", "deep/out"]
     on_a_card = os.environ | {"JAX_PLATFORMS": "cuda"}  # which it leaves alone
-    done = subprocess.run(command, env=on_a_card, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'deep/out'}: step 2 of {run}, safetensors, raw weights, f32\n"
-    assert done.stderr == ""
+    done = subprocess.run(command, cwd=tmp_path, env=on_a_card, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"deep/out: step 2 of {run}, safetensors, raw weights, f32\n"
     assert_same(load_file(tmp_path / "deep/out/model.safetensors"), saved_params(run, 2))
     missing = subprocess.run(command[:-2], capture_output=True, text=True)
     assert missing.returncode == 2 and "Missing option '-o'" in missing.stderr
@@ -415,19 +389,7 @@ def test_the_command(run, tmp_path):
 
 @pytest.mark.parametrize("format", ["safetensors", "hf", "gguf"])
 def test_a_full_disk_is_told(run, tmp_path, format):
-    command = [
-        "sh",
-        "-c",
-        'ulimit -f 2; exec "$@"',
-        "sh",
-        CURRICULUM,
-        "export",
-        str(run),
-        "--format",
-        format,
-        "-o",
-        "out",
-    ]
+    command = ["sh", "-c", 'ulimit -f 2; exec "$@"', "sh", CURRICULUM, *f"export --format {format} -o out".split(), run]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # a file cut short would stay
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: -o out: cannot be written: "), done.stderr
@@ -436,12 +398,14 @@ def test_a_full_disk_is_told(run, tmp_path, format):
 
 
 def test_a_failure_leaves_nothing(run, tmp_path):
-    broken = tmp_path / "broken"
+    broken, empty = tmp_path / "broken", tmp_path / "empty"
     shutil.copytree(run, broken)
     (broken / "tokenizer/gone").symlink_to("nowhere")
-    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer/gone"):
-        export(broken, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+    empty.mkdir()
+    for out in (empty, tmp_path / "out"):
+        with pytest.raises(InputError, match=f"-o .*{out.name}: cannot be written: .*tokenizer/gone"):
+            export(broken, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "empty"] and not list(empty.iterdir())
     shutil.rmtree(broken / "tokenizer")
     with pytest.raises(InputError, match="broken/tokenizer: is missing; restore it from a copy"):
         export(broken, tmp_path / "out")

@@ -1,6 +1,7 @@
 """Tokenizers of Hugging Face folders: the library's ids, exact bytes, saved whole, damage refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 import unicodedata
@@ -88,8 +89,7 @@ def test_what_follows_inside_a_document_gets_no_blank_in_front(family, tokenizer
 
 
 def test_a_blank_before_byte_pairs_stands_at_the_start_of_a_document_only(folders, tmp_path):
-    for path in folders["gpt2"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders["gpt2"], tmp_path, dirs_exist_ok=True)
     set_in("pre_tokenizer", "add_prefix_space", to=True)(tmp_path)
     tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(folders["gpt2"])
     assert tokenizer.encode("word").tolist() == plain.encode(" word").tolist() != plain.encode("word").tolist()
@@ -287,8 +287,7 @@ def replaced(kind, pattern, content):
 
 
 def test_a_tokenizer_that_drops_no_text_is_taken(folders, tmp_path):
-    for path in folders["gpt2"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders["gpt2"], tmp_path, dirs_exist_ok=True)
     one_by_one = [
         ("String", "\r\n", "\n\n"),
         ("Regex", "[\u2018\u2019]", "'"),
@@ -304,10 +303,7 @@ def test_a_tokenizer_that_drops_no_text_is_taken(folders, tmp_path):
 
 def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
     def fingerprint(name, *changes):
-        folder = tmp_path / name
-        folder.mkdir()
-        for path in folders["gpt2"].iterdir():
-            (folder / path.name).write_bytes(path.read_bytes())
+        folder = shutil.copytree(folders["gpt2"], tmp_path / name)
         for change in changes:
             change(folder)
         return load_tokenizer(folder).fingerprint
@@ -361,8 +357,7 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
     ],
 )  # fmt: skip
 def test_a_folder_that_will_not_do_is_refused(folders, tmp_path, alter, expected):
-    for path in folders["gpt2"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders["gpt2"], tmp_path, dirs_exist_ok=True)
     assert load_tokenizer(tmp_path).kind == "hf"
     alter(tmp_path)
     with pytest.raises(InputError, match=expected) as error:
@@ -378,8 +373,7 @@ def test_a_folder_that_will_not_do_is_refused(folders, tmp_path, alter, expected
     ],
 )  # fmt: skip
 def test_what_only_the_library_can_tell_is_refused_when_it_encodes(folders, tmp_path, change, expected):
-    for path in folders["gpt2"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders["gpt2"], tmp_path, dirs_exist_ok=True)
     change(tmp_path)
     if "cannot read" in expected:
         set_in("model", "byte_fallback", to=True)(tmp_path)
@@ -389,8 +383,7 @@ def test_what_only_the_library_can_tell_is_refused_when_it_encodes(folders, tmp_
 
 
 def test_an_eot_that_text_gives_is_refused(folders, tmp_path):
-    for path in folders["gpt2"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders["gpt2"], tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     with pytest.raises(InputError, match="the text 'a' gives the special id .* so that no text ends a document"):
         load_tokenizer(tmp_path).encode("x")
@@ -398,8 +391,7 @@ def test_an_eot_that_text_gives_is_refused(folders, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama2", "unigram"])
 def test_text_without_a_token_is_refused_by_name_where_there_are_no_bytes(folders, tmp_path, family):
-    for path in folders[family].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders[family], tmp_path, dirs_exist_ok=True)
     set_in("model", "byte_fallback", to=False)(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode_bytes(tokenizer.encode("plain text"), True) == b"plain text"

@@ -69,8 +69,6 @@ def test_the_state_follows_optimizer_average_and_shards():
     split = memory_estimate(TINY, rows=2, seq_len=64, fsdp=2, tensor=2)
     norms = 4 * (2 * TINY.n_layer + 1) * 128  # whole
     assert (split.params, split.moments) == ((params - norms) // 4 + norms, 2 * ((params - norms) // 4 + norms))
-    by_library = memory_estimate(replace(TINY, attention="xla"), rows=2, seq_len=64)  # as split heads are attended to
-    assert split.activations == by_library.activations > one.activations > 0
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,6 @@ def test_a_store_holds_the_documents_and_their_ends(store, tmp_path):
     assert store.document_tokens_N.tolist() == [3, 6, 6, 2, 9, 3]
     assert (store.facts.num_tokens, store.facts.num_documents, store.facts.num_bytes) == (29, 6, 23)
     assert store.facts.tokenizer_fingerprint == byte_tokenizer().fingerprint
-
-
-def test_the_content_hash_is_over_the_documents_hashes(store):
     digests = b"".join(xxhash.xxh3_128(text.encode()).digest() for text in TEXTS)
     assert store.facts.content_hash == xxhash.xxh3_128(digests).hexdigest()
 
@@ -348,9 +345,3 @@ def test_of_a_store_of_which_nothing_is_kept_every_document_is_measured(store):
     assert [bytes(document.tokens.tolist()).decode() for document in documents] == TEXTS
     assert [document.num_bytes for document in documents] == [len(text.encode()) for text in TEXTS]
     assert documents[2].hash == tuple(store.documents["hash"][2].tolist())
-
-
-def test_an_empty_view(store):
-    view = store.view(np.zeros(6, bool))
-    assert len(view) == 0 and view[0:5].tolist() == []
-    assert len(store.view(Split(np.ones(6, bool)).keep_N)) == 29
