@@ -45,7 +45,7 @@ def test_a_flat_file_is_used_where_it_lies(tmp_path, store_dir, monkeypatch, sca
     assert store.documents["bytes"].tolist() == [len(text.encode()) for text in texts]
     hashes = [high << 64 | low for high, low in store.documents["hash"].tolist()]
     assert hashes == [xxhash.xxh3_128(text.encode()).intdigest() for text in texts]
-    assert sorted(path.name for path in store.directory.iterdir()) == ["documents.bin", "key", "store.json"]
+    assert sorted(path.name for path in store.directory.iterdir()) == ["documents.bin", "store.json"]
     assert find_store("flat", source, byte_tokenizer(), store_dir).directory == store.directory
 
 

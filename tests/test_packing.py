@@ -341,12 +341,6 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, message):
     assert "delete the folder, and it is packed again" in str(error.value)
 
 
-def test_a_packing_of_other_documents_is_refused(tmp_path):
-    prepare_packing("text", LENGTHS, 16, tmp_path)
-    with pytest.raises(InputError, match=r"packs .* tokens, expected"):
-        prepare_packing("text", LENGTHS[1:], 16, tmp_path)
-
-
 # --- in a run -----------------------------------------------------------------------------------------------
 
 

@@ -318,24 +318,6 @@ def test_a_sidecar_that_says_something_else_is_refused(sources, store_dir):
                 go("web", sources["web"], byte_tokenizer(), store_dir)
 
 
-def test_a_store_in_the_folder_of_another_is_refused(sources, store_dir):
-    web, code = (prepare_store(name, source, byte_tokenizer(), store_dir) for name, source in sources.items())
-    own, other = ((store.directory / "key").read_text() for store in (web, code))
-    assert (web.directory.name, code.directory.name) == (f"web-{own[:16]}", f"code-{other[:16]}") and len(own) == 32
-    web.directory.rename(store_dir / "aside")
-    code.directory.rename(web.directory)
-    (store_dir / "aside").rename(code.directory)
-    for go in (find_store, prepare_store):
-        with pytest.raises(InputError, match=rf"/key: this store .* \(key b'{other}', expected {own}\); delete the fo"):
-            go("web", sources["web"], byte_tokenizer(), store_dir)
-    (web.directory / "key").unlink()
-    with pytest.raises(InputError, match="/key: No such file or directory; delete the folder, and it is prepared"):
-        find_store("web", sources["web"], byte_tokenizer(), store_dir)
-    (web.directory / "key").mkdir()
-    with pytest.raises(InputError, match="/key: Is a directory; delete the folder, and it is prepared again"):
-        find_store("web", sources["web"], byte_tokenizer(), store_dir)
-
-
 def test_of_two_that_write_the_same_folder_the_first_to_finish_has_it(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
     folder, made = tmp_path / "new", []

@@ -236,9 +236,6 @@ def prepare_packing(
     facts, pieces, bins = _open(directory)
     if _content_hash(pieces, bins) != facts.content_hash:
         raise InputError(f"{directory}: {PIECES_NAME} or {BINS_NAME} does not match the sidecar's checksum; {DAMAGED}")
-    num_tokens = int(document_tokens_N.sum()) - opening_tokens * len(document_tokens_N)
-    if num_tokens != facts.num_tokens:
-        raise InputError(f"{directory}: packs {facts.num_tokens:,} tokens, expected {num_tokens:,}; {DAMAGED}")
     return facts, pieces, bins
 
 

@@ -32,7 +32,7 @@ from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.rows import type_name
 from curriculum.data.sources import SourceConfig, source_files, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
-from curriculum.data.store import KEY_NAME, OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
+from curriculum.data.store import OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
@@ -155,8 +155,8 @@ def find_store(
 ) -> Store | None:
     """The store that `prepare_store` would give, found by files' sizes and times; None if it is not made yet.
 
-    Raises InputError for a prepared folder that does not fit the run, for plain text among rows, and for a store that
-    was made for another key or whose sidecar or file sizes are wrong. The content of the files is not checked.
+    Raises InputError for a prepared folder that does not fit the run, for plain text among rows, and for a store whose
+    sidecar or file sizes are wrong. The content of the files is not checked.
     """
     if is_prepared(source):
         return open_prepared(name, source, tokenizer, chat)
@@ -166,8 +166,8 @@ def find_store(
     content = find_content(source, Path(store_dir))
     if content is None:
         return None
-    directory, key = _store_place(name, source, tokenizer, Path(store_dir), content, chat)
-    return open_store(directory, key) if is_there(directory) else None
+    directory = _store_directory(name, source, tokenizer, Path(store_dir), content, chat)
+    return open_store(directory) if is_there(directory) else None
 
 
 def prepare_store(
@@ -189,11 +189,10 @@ def prepare_store(
     if found is not None:
         return _verified(found, store_dir)
     content = _content(name, source, store_dir)
-    directory, key = _store_place(name, source, tokenizer, store_dir, content, chat)
+    directory = _store_directory(name, source, tokenizer, store_dir, content, chat)
     progress = progress or ConsoleProgress(f"preparing {name}")
 
     def write(folder: Path) -> None:
-        (folder / KEY_NAME).write_text(key)
         signature = source_signature(source)
         if source.is_flat:
             index_flat(source, tokenizer, folder, progress)
@@ -203,7 +202,7 @@ def prepare_store(
             raise _changed(source, f"source {name!r}: ")
 
     build_once(directory, store_dir, write)
-    return _verified(open_store(directory, key), store_dir)
+    return _verified(open_store(directory), store_dir)
 
 
 def _content(name: str, source: SourceConfig, store_dir: Path) -> str:
@@ -317,17 +316,17 @@ def _verified(store: Store, store_dir: Path) -> Store:
     return store
 
 
-def _store_place(
+def _store_directory(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
-) -> tuple[Path, str]:
-    """(the folder where a source's store lies or will lie, the key by which it is found there)."""
+) -> Path:
+    """The folder where a source's store lies or will lie."""
     # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
     version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION
     key = digest(version, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     directory = store_dir / "stores" / f"{name}-{key[:16]}"
     if is_there(directory):
-        return directory, key
+        return directory
     # The name is for people: a store with this key serves any source or eval set, under whatever name it was made.
     others = sorted(directory.parent.glob(f"*-{key[:16]}"))
-    return next(filter(is_store, others), directory), key
+    return next(filter(is_store, others), directory)

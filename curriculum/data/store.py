@@ -6,7 +6,6 @@ A store is a folder:
     scored-00000.bin ...  conversations only, one beside each tokens file: a byte per token, 1 in an answer, else 0
     documents.bin         one DOCUMENT record per document
     store.json            the sidecar, with checksums of the .bin files; written last: without it there is no store
-    key                   in a store folder (`curriculum.data.prepare`): the key by which the store is found there
 """
 
 import json
@@ -28,7 +27,6 @@ from curriculum.errors import InputError, readable
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
-KEY_NAME = "key"
 # Of the files of a store; the second if each document begins with a bos that is not end-of-text. For another format
 # raise both, past each other. If source files are read differently, add to `_reading` in `prepare.py` instead: else
 # the stores of before are reused.
@@ -206,11 +204,10 @@ def is_store(directory: str | Path) -> bool:
     return os.path.isfile(os.path.join(directory, SIDECAR_NAME))  # False also if permission is denied
 
 
-def open_store(directory: str | Path, key: str | None = None) -> Store:
+def open_store(directory: str | Path) -> Store:
     """Open a store and check the sidecar against its checksum, and the sizes of the files without reading them.
 
-    Raises InputError naming the file if one is missing or has the wrong size or format, and if the store was made for
-    another `key`.
+    Raises InputError naming the file if one is missing or has the wrong size or format.
     """
     directory = Path(directory)
     path = directory / SIDECAR_NAME
@@ -230,18 +227,4 @@ def open_store(directory: str | Path, key: str | None = None) -> Store:
             f"{directory / DOCUMENTS_NAME}: the last document ends at token {last_end:,}; expected"
             f" {facts.num_tokens:,}, the end of the stream; {DAMAGED}"
         )
-    if key is not None:
-        _check_key(directory / KEY_NAME, key)
     return store
-
-
-def _check_key(path: Path, expected: str) -> None:
-    try:
-        key = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; {DAMAGED}") from error
-    if key != expected.encode():
-        raise InputError(
-            f"{path}: this store was made from other text or with another tokenizer (key {key[:32]!r}, expected "
-            f"{expected}); {DAMAGED}"
-        )
