@@ -209,19 +209,9 @@ def _opened(file: SourceFile) -> Iterator[BinaryIO]:
             raise InputError(f"{file.path}: {error}; expected a complete {compression} file") from error
 
 
-def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; raises ValueError for a duplicate key: some readers take the first, some the last."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r} occurs twice")
-    return row
-
-
 # Made once: making a decoder costs as much as decoding a row. Numbers are parsed as float, since no document is a
 # number and int refuses one of 4,301 digits.
-_ROW = json.JSONDecoder(object_pairs_hook=_row_of, parse_int=float)
+_ROW = json.JSONDecoder(parse_int=float)
 
 
 def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
