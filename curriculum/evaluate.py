@@ -87,8 +87,7 @@ def evaluate(
     own = load_run(run).config
     config = _with_sets(own, new, overrides)
     names = _names(config, sets, new)
-    own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
-    texts = {name: text for name, text in own_texts.items() if text is not None}
+    texts = {name: text for name in new if (text := config.eval_sources[name].own_source()) is not None}
     if missing := {name: Path(text.path) for name, text in texts.items() if text.is_missing}:
         raise config.error([(place_of(name), no_such_path(path)) for name, path in missing.items()])
     saved = find_saved(run, own, step, weights, make_model, "evaluate")

@@ -345,8 +345,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         tokenizer = byte_tokenizer()
     elif facts.kind == "hf":
         tokenizer = hf_tokenizer(load_hf_files(directory / HF_FOLDER, facts.eot, facts.bos))
-        if tokenizer.facts != facts:
-            raise damaged
     else:
         if not 0 < facts.vocab_size <= LARGEST_VOCAB:
             raise damaged
@@ -360,7 +358,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             raise damaged from error
         tokenizer = Tokenizer(facts.kind, tuple(tokens), facts.special_tokens, facts.pattern, facts.name)
     has_eot = tokenizer.hf is not None or END_OF_TEXT in tokenizer.special_tokens
-    if not has_eot or tokenizer.eot != facts.eot or tokenizer.fingerprint != facts.fingerprint:
+    if not has_eot or tokenizer.facts != facts:
         raise damaged
     return tokenizer
 
