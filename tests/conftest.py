@@ -1,4 +1,6 @@
-"""What holds for every test: no deadlines; programs that compile quickly, in one folder for all of a session."""
+"""What holds for every test: no deadlines; programs that compile quickly, in one folder for all of a session. And what
+tests of prepared text begin with.
+"""
 
 import gc
 import importlib.util
@@ -41,6 +43,19 @@ IN_MEMORY, NEEDED_BYTES = "/dev/shm", 6 << 30
 PARITY = ("torch", "transformers", "peft", "lm_eval")
 
 COMPILED, WRITTEN = pytest.StashKey[str](), pytest.StashKey[str]()
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Two sources of text, as `write_sources` makes them."""
+    from prepared_sources import write_sources
+
+    return write_sources(tmp_path)
+
+
+@pytest.fixture
+def store_dir(tmp_path):
+    return tmp_path / "prepared"
 
 
 def pytest_configure(config):

@@ -83,6 +83,12 @@ def folder(trained, tmp_path, monkeypatch):
     return tmp_path
 
 
+def alone(path, run="run", **options):
+    """What a set of its own measures, which has the name of its file."""
+    name = Path(path).stem
+    return evaluate(run, eval_dataset_dirs={name: path}, sets=[name], store_dir="store", **options)
+
+
 def contents(path):
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(path).rglob("*") if p.is_file()}
 
@@ -142,10 +148,10 @@ def test_a_new_set_needs_neither_sources_nor_phases(folder):
     train(build_config(config), "with-new", store_dir="store")
     with np.load("with-new/evals/4.npz") as file:
         nats = file["new.nats"].tobytes()
-    alone = evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, store_dir="store")
-    assert list(alone.results) == ["val", "web", "law", "new"]
-    assert alone.results["new"].nats_N.tobytes() == nats
-    assert windows(alone.results["law"]) == recorded(4, "law")
+    beside_all = evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, store_dir="store")
+    assert list(beside_all.results) == ["val", "web", "law", "new"]
+    assert beside_all.results["new"].nats_N.tobytes() == nats
+    assert windows(beside_all.results["law"]) == recorded(4, "law")
 
     beside = evaluate("run", eval_dataset_dirs=["new=new.jsonl"], sets=["law"], store_dir="store")
     assert list(beside.results) == ["law", "new"]  # a new set need not be named again
@@ -166,7 +172,7 @@ def test_a_new_set_needs_neither_sources_nor_phases(folder):
 def test_documents_that_were_trained_on_are_told(folder):
     """Of 45 documents 40 are of web, some of them held out of training; by hand from their hashes."""
     held_out = evaluate("run", sets=["val"], store_dir="store").evalsets["val"]
-    measured = evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store")
+    measured = alone("seen.jsonl")
     assert measured.evalsets["seen"].num_documents == 45
     web = [json.loads(line)["text"] for line in Path("web.jsonl").read_text().splitlines()]
     kept = {text for text in web if len(text) and text not in documents_of(held_out)}
@@ -175,9 +181,7 @@ def test_documents_that_were_trained_on_are_told(folder):
     (warning,) = measured.warnings
     assert warning == f"{count} of 45 documents of seen also occur in source web, which the run was trained on"
     fewer = ["evalsets.sets.seen.max_sequences=30"]
-    measured = evaluate(
-        "run", eval_dataset_dirs={"seen": "seen.jsonl"}, overrides=fewer, sets=["seen"], store_dir="store"
-    )
+    measured = alone("seen.jsonl", overrides=fewer)
     num = measured.evalsets["seen"].num_documents
     of_them = sum(text in kept for text in documents_of(measured.evalsets["seen"]))
     assert 0 < of_them < num < 30 and measured.warnings[0] == (
@@ -187,14 +191,10 @@ def test_documents_that_were_trained_on_are_told(folder):
     Path("web.jsonl").rename("gone")
     Path("web.jsonl").write_text("".join(Path("gone").read_text().splitlines(keepends=True)[:-40]))
     load_corpus(load_run("run").config, "store")  # what was trained on is what the text was then
-    assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (
-        unknown,
-    )
+    assert alone("seen.jsonl").warnings == (unknown,)
     shutil.rmtree("store/stores")  # nothing is prepared for a warning
     Path("web.jsonl").unlink()
-    assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (
-        unknown,
-    )
+    assert alone("seen.jsonl").warnings == (unknown,)
 
 
 def test_what_was_dropped_for_a_set_of_the_run_was_not_trained_on(folder):
@@ -215,16 +215,14 @@ def test_what_was_dropped_for_a_set_of_the_run_was_not_trained_on(folder):
     assert "documents of seen also occur in source web" in warning
     Path("law_eval.jsonl").unlink()  # without it nobody knows what was dropped
     Path("again.jsonl").write_text("".join([*lines, seen]))
-    measured = evaluate("dropped", eval_dataset_dirs={"again": "again.jsonl"}, sets=["again"], store_dir="store")
-    assert measured.warnings == (
+    assert alone("again.jsonl", "dropped").warnings == (
         f"unknown how many documents of again also occur in source web, which the run was trained on: {CHANGED}",
     )
 
 
 def test_a_set_of_copies_is_told(folder):
     Path("copies.jsonl").write_text('{"text": "one and the same, which no source has"}\n' * 4)
-    measured = evaluate("run", eval_dataset_dirs={"copies": "copies.jsonl"}, sets=["copies"], store_dir="store")
-    *_, copies, one = measured.warnings
+    *_, copies, one = alone("copies.jsonl").warnings
     assert copies.startswith("eval set copies has 4 documents, only 1 of them distinct: copies count as one document")
     assert one.startswith("eval set copies is one document of 2 windows: no standard error")
 
@@ -234,8 +232,7 @@ def test_copies_that_a_set_does_not_measure_are_not_counted(folder):
     held_out = documents_of(evaluate("run", sets=["val"], store_dir="store").evalsets["val"])
     text = next(text for text in web if text and text not in held_out)
     Path("copies.jsonl").write_text((json.dumps({"text": text}) + "\n") * 60)
-    given = {"eval_dataset_dirs": {"copies": "copies.jsonl"}, "overrides": ["evalsets.sets.copies.max_sequences=9"]}
-    measured = evaluate("run", **given, sets=["copies"], store_dir="store")
+    measured = alone("copies.jsonl", overrides=["evalsets.sets.copies.max_sequences=9"])
     num = measured.evalsets["copies"].num_documents
     assert 1 <= num <= 9
     assert measured.warnings[0].startswith(f"{num} of {num} documents of copies also occur in source web")
@@ -243,8 +240,7 @@ def test_copies_that_a_set_does_not_measure_are_not_counted(folder):
 
 def test_a_set_that_may_be_rows_is_told(folder):
     Path("rows.json").write_text(json.dumps([{"text": "a row that no source has " * 4}] * 3))
-    measured = evaluate("run", eval_dataset_dirs={"rows": "rows.json"}, sets=["rows"], store_dir="store")
-    *_, rows, one = measured.warnings
+    *_, rows, one = alone("rows.json").warnings
     assert rows.startswith(
         "eval set rows: each .json file is read as one document of plain text; if it holds rows, convert"
     )
@@ -262,7 +258,7 @@ def test_a_source_that_the_config_no_longer_has_is_named(folder):
     del config["sources"]["more"], config["phases"][0]["mixture"]["more"]
     config["train"]["steps"] = 6
     train(build_config(config), "two", resume=4, accept_past=True, store_dir="store")
-    measured = evaluate("two", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store")
+    measured = alone("seen.jsonl", "two")
     assert list(measured.results) == ["seen"]
     counted, unknown = sorted(measured.warnings)
     assert "of 45 documents of seen also occur in source web" in counted
@@ -341,7 +337,7 @@ def test_a_new_set_may_have_any_field(folder):
     assert measured.evalsets["turns"].num_tokens == scored == measured.results["turns"].tokens_N.sum()
     assert 0 < measured.evalsets["talks"].num_windows <= 6 < measured.evalsets["turns"].num_windows
     with pytest.raises(InputError, match="format text, but prepared was prepared from .*; set format: messages"):
-        evaluate("run", eval_dataset_dirs={"prepared": "prepared"}, sets=["prepared"], store_dir="store")
+        alone("prepared")
 
     held_out = ["evalsets.sets.again.path=null", "evalsets.sets.again.held_out_of=web"]
     again = evaluate(

@@ -13,11 +13,6 @@ from curriculum.data.tokenizers.tokenizer import byte_tokenizer
 from curriculum.errors import InputError
 
 
-@pytest.fixture
-def store_dir(tmp_path):
-    return tmp_path / "prepared"
-
-
 def flat_source(tmp_path, tokens, **options):
     np.array(tokens, "<u4" if options.get("dtype") == "u32" else "<u2").tofile(tmp_path / "flat.bin")
     return SourceConfig(path=str(tmp_path / "flat.bin"), **options)

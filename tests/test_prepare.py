@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from prepared_sources import BPE, Recorder, everything_in, write_sources
+from prepared_sources import BPE, Recorder, everything_in
 from test_documents import read_documents
 
 from curriculum.data.cache import building
@@ -28,16 +28,6 @@ from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer
 from curriculum.errors import InputError
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def sources(tmp_path):
-    return write_sources(tmp_path)
-
-
-@pytest.fixture
-def store_dir(tmp_path):
-    return tmp_path / "prepared"
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])

@@ -14,11 +14,6 @@ from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer
 from curriculum.errors import InputError
 
 
-@pytest.fixture
-def store_dir(tmp_path):
-    return tmp_path / "prepared"
-
-
 def test_the_ids_of_conversations_by_hand(tmp_path, store_dir, monkeypatch):
     monkeypatch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 5)
     store = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, chat=SHORT)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from prepared_sources import BPE, Recorder, everything_in, make_text, write_sources
+from prepared_sources import BPE, Recorder, everything_in, make_text
 from test_documents import read_documents
 
 from curriculum.data import prepare
@@ -26,16 +26,6 @@ from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def sources(tmp_path):
-    return write_sources(tmp_path)
-
-
-@pytest.fixture
-def store_dir(tmp_path):
-    return tmp_path / "prepared"
 
 
 def _prepare_beside_others(barrier, results, source, tokenizer_dir, store_dir):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from prepared_sources import BPE, SHORT, TALKS, Recorder, assert_by_hand, everything_in, talks, write_sources
+from prepared_sources import BPE, SHORT, TALKS, Recorder, assert_by_hand, everything_in, talks
 from test_documents import read_documents
 
 from curriculum.data import documents
@@ -14,16 +14,6 @@ from curriculum.data.sources import SourceConfig
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizers.tokenizer import NUM_THREADS, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
-
-
-@pytest.fixture
-def sources(tmp_path):
-    return write_sources(tmp_path)
-
-
-@pytest.fixture
-def store_dir(tmp_path):
-    return tmp_path / "prepared"
 
 
 def test_a_prepared_folder_is_a_source_and_a_tokenizer(sources, store_dir, tmp_path):
