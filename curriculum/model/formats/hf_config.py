@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from curriculum.errors import InputError, shown
 from curriculum.model.presets import (
@@ -23,6 +23,7 @@ from curriculum.model.presets import (
     model_problems,
     resolve_model,
 )
+from curriculum.parsing.typed import Limits, read
 
 HF_CONFIG = "config.json"
 CLASSES = {
@@ -51,6 +52,9 @@ ALWAYS_WRITTEN = (
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one formula
 _SILU = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_SIZE = Annotated[int, Limits(ge=1, le=LARGEST_SIZE)]
+_COUNT = Annotated[int, Limits(ge=0, le=LARGEST_SIZE)]
+_POSITIVE = Annotated[float, Limits(gt=0, le=sys.float_info.max)]
 
 
 def read_hf_config(folder: str | os.PathLike) -> ModelConfig:
@@ -92,39 +96,39 @@ def _read_gpt2(keys: _Keys) -> dict[str, Any]:
     keys.one_of("scale_attn_weights", (True,), True)
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         keys.one_of(key, (False,), False)
-    n_embd, n_head = keys.size("n_embd"), keys.size("n_head")
+    n_embd, n_head = keys.read("n_embd", _SIZE), keys.read("n_head", _SIZE)
     return {
-        "vocab_size": keys.size("vocab_size"),
-        "n_layer": keys.size("n_layer"),
+        "vocab_size": keys.read("vocab_size", _SIZE),
+        "n_layer": keys.read("n_layer", _SIZE),
         "n_head": n_head,
         "n_kv_head": n_head,
         "d_model": n_embd,
-        "d_ff": keys.size("n_inner", None) or 4 * n_embd,
-        "max_seq_len": keys.size("n_positions", 1024),
+        "d_ff": keys.read("n_inner", _SIZE | None, None) or 4 * n_embd,
+        "max_seq_len": keys.read("n_positions", _SIZE, 1024),
         "pos_encoding": "learned",
         "mlp_type": "gelu",
         "norm_type": "layernorm",
         "bias": True,
-        "tie_embeddings": keys.truth("tie_word_embeddings", True),
-        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "tie_embeddings": keys.read("tie_word_embeddings", bool, True),
+        "norm_eps": keys.read("layer_norm_epsilon", _POSITIVE | None, None) or 1e-5,
     }
 
 
 def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
     left_out = _LEFT_OUT[model_type]
     keys.one_of("hidden_act", _SILU, "silu")
-    n_head = keys.size("num_attention_heads")
+    n_head = keys.read("num_attention_heads", _SIZE)
     fields = {
-        "vocab_size": keys.size("vocab_size"),
-        "n_layer": keys.size("num_hidden_layers"),
+        "vocab_size": keys.read("vocab_size", _SIZE),
+        "n_layer": keys.read("num_hidden_layers", _SIZE),
         "n_head": n_head,
-        "n_kv_head": keys.size("num_key_value_heads", left_out["num_key_value_heads"], null=True) or n_head,
-        "d_model": keys.size("hidden_size"),
-        "d_ff": keys.size("intermediate_size"),
-        "max_seq_len": keys.size("max_position_embeddings", left_out["max_position_embeddings"]),
-        "tie_embeddings": keys.truth("tie_word_embeddings", left_out["tie_word_embeddings"]),
-        "norm_eps": keys.number("rms_norm_eps", left_out["rms_norm_eps"]),
-        "d_head": keys.size("head_dim", left_out["head_dim"], null=True),
+        "n_kv_head": keys.read("num_key_value_heads", _SIZE | None, left_out["num_key_value_heads"]) or n_head,
+        "d_model": keys.read("hidden_size", _SIZE),
+        "d_ff": keys.read("intermediate_size", _SIZE),
+        "max_seq_len": keys.read("max_position_embeddings", _SIZE, left_out["max_position_embeddings"]),
+        "tie_embeddings": keys.read("tie_word_embeddings", bool, left_out["tie_word_embeddings"]),
+        "norm_eps": keys.read("rms_norm_eps", _POSITIVE | None, None) or left_out["rms_norm_eps"],
+        "d_head": keys.read("head_dim", _SIZE | None, left_out["head_dim"]),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
         "sliding_window": _sliding_window(keys, model_type),
@@ -132,8 +136,8 @@ def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
     theta, fields["rope_scaling"] = _rope(keys, left_out["rope_theta"], fields["max_seq_len"])
     fields["rope_theta"] = theta
     if model_type in ("llama", "qwen3", "smollm3"):
-        has_mlp_bias = model_type != "qwen3" and keys.truth("mlp_bias", False)
-        has_attention_bias = keys.truth("attention_bias", False)
+        has_mlp_bias = model_type != "qwen3" and keys.read("mlp_bias", bool, False)
+        has_attention_bias = keys.read("attention_bias", bool, False)
         fields["bias"] = has_attention_bias and has_mlp_bias
         fields["qkv_bias"] = has_attention_bias and not has_mlp_bias
         if has_mlp_bias and not has_attention_bias:
@@ -151,9 +155,8 @@ def _rope(keys: _Keys, theta: float, max_seq_len: int) -> tuple[float, RopeScali
         keys.problem(name, f"got {type(inner).__name__}, expected a mapping")
         inner = {}
     rope = _Keys(keys.path, inner, f"{name}.", keys.problems)
-    outer_theta = keys.number("rope_theta", theta)
-    theta = rope.number("rope_theta", None)
-    theta = outer_theta if theta is None else theta
+    outer_theta = keys.read("rope_theta", _POSITIVE | None, None)
+    theta = rope.read("rope_theta", _POSITIVE | None, None) or outer_theta or theta
     for place in (keys, rope):
         place.one_of("partial_rotary_factor", (None, 1.0), None)
     kind = inner.get("rope_type", inner.get("type", "default"))
@@ -164,12 +167,12 @@ def _rope(keys: _Keys, theta: float, max_seq_len: int) -> tuple[float, RopeScali
     if kind not in ("linear", "llama3"):
         rope.problem("rope_type", f"got {shown(kind)}, expected default, linear or llama3")
         return theta, None
-    scaling: dict[str, Any] = {"kind": kind, "factor": rope.number("factor")}
+    scaling: dict[str, Any] = {"kind": kind, "factor": rope.read("factor", _POSITIVE)}
     if kind == "llama3":
-        before = keys.size("original_max_position_embeddings", None)
-        scaling["original_max_seq_len"] = before or rope.size("original_max_position_embeddings", max_seq_len)
-        scaling["low_freq_factor"] = rope.number("low_freq_factor")
-        scaling["high_freq_factor"] = rope.number("high_freq_factor")
+        before = keys.read("original_max_position_embeddings", _SIZE | None, None)
+        scaling["original_max_seq_len"] = before or rope.read("original_max_position_embeddings", _SIZE, max_seq_len)
+        scaling["low_freq_factor"] = rope.read("low_freq_factor", _POSITIVE)
+        scaling["high_freq_factor"] = rope.read("high_freq_factor", _POSITIVE)
     if scaling["factor"] < 1:
         rope.problem("factor", f"got {scaling['factor']}, expected 1 or more")
     if rope.problems:
@@ -185,17 +188,17 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
     """How many tokens each token attends to, the same in every layer; None: all."""
     if model_type == "llama":
         return None
-    window = keys.size("sliding_window", _LEFT_OUT[model_type]["sliding_window"], null=True)
+    window = keys.read("sliding_window", _SIZE | None, _LEFT_OUT[model_type]["sliding_window"])
     kinds = keys.data.get("layer_types")
     if model_type == "mistral" and kinds is None:  # with layer_types it is Ministral to transformers
         return window
-    if model_type != "mistral" and not keys.truth("use_sliding_window", False):
+    if model_type != "mistral" and not keys.read("use_sliding_window", bool, False):
         window = None
-    num_layers = keys.size("num_hidden_layers")
+    num_layers = keys.read("num_hidden_layers", _SIZE)
     if kinds is None and model_type == "smollm3":
         slides = [window is not None and not has_rope for has_rope in _ropes(keys, num_layers)]
     elif kinds is None:
-        first = keys.size("max_window_layers", 28, least=0, null=window is None)
+        first = keys.read("max_window_layers", _COUNT | None if window is None else _COUNT, 28)
         slides = [window is not None and layer >= first for layer in range(num_layers)]
     elif not isinstance(kinds, list) or len(kinds) < num_layers or not all(kind in _LAYER_TYPES for kind in kinds):
         expected = f"expected full_attention and sliding_attention only, for each of {num_layers} layers"
@@ -219,7 +222,7 @@ def _ropes(keys: _Keys, num_layers: int) -> list[bool]:
     """Whether each layer has rope."""
     given = keys.data.get("no_rope_layers")
     if given is None:
-        every = keys.size("no_rope_layer_interval", 4)
+        every = keys.read("no_rope_layer_interval", _SIZE, 4)
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) < num_layers or not all(one in (0, 1) for one in given):
         keys.problem("no_rope_layers", f"got {shown(given)}, expected a 1 or a 0 for each of {num_layers} layers")
@@ -245,7 +248,7 @@ def shortest(config: ModelConfig) -> ModelConfig:
 
 
 class _Keys:
-    """Keys of a JSON file, read by type; a misfit is recorded as a problem, and a value of the right type returned."""
+    """Keys of a JSON file, read by type; what does not fit is recorded as a problem."""
 
     def __init__(self, path: Path, data: dict[str, Any] | None = None, prefix: str = "", problems: list | None = None):
         self.path, self.prefix = path, prefix
@@ -257,41 +260,23 @@ class _Keys:
         if line not in self.problems:
             self.problems.append(line)
 
-    def _given(self, key: str, default: tuple) -> Any:
+    def read(self, key: str, kind: Any, *default: Any) -> Any:
+        """The value of a key as `parsing.typed` reads `kind`, or the default if it is left out.
+
+        The default, or else 1, stands for what does not fit, so that reading can go on.
+        """
+        value = default[0] if default else 1
         if key in self.data:
-            return self.data[key]
+            found = read(kind, self.data[key], "", wrong := [])
+            for _, message in wrong:
+                self.problem(key, message)
+            return value if wrong else found
         if not default:
             self.problem(key, "missing; this key is needed")
-        return default[0] if default else None
-
-    def size(self, key: str, *default: int | None, least: int = 1, null: bool = False) -> Any:
-        """An integer of `least` or more. None if that is the default; for null, if `null` or the default say so."""
-        value = self._given(key, default)
-        if value is None and (null or default == (None,) or key not in self.data):
-            return None if default else 1
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
-            self.problem(key, f"got {shown(value)}, expected an integer from {least} to {LARGEST_SIZE}")
-            return 1
-        return value
-
-    def number(self, key: str, *default: float | None) -> Any:
-        value = self._given(key, default)
-        if value is None and (default or key not in self.data):
-            return default[0] if default else 1.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            self.problem(key, f"got {shown(value)}, expected a positive number")
-            return 1.0
-        return float(value)
-
-    def truth(self, key: str, default: bool) -> bool:
-        value = self._given(key, (default,))
-        if not isinstance(value, bool):
-            self.problem(key, f"got {shown(value)}, expected true or false")
-            return default
         return value
 
     def one_of(self, key: str, options: Sequence[Any], default: Any) -> None:
-        value = self._given(key, (default,))
+        value = self.data.get(key, default)
         if value not in options:
             self.problem(key, f"got {shown(value)}, expected {' or '.join(shown(o) for o in options)}")
 
