@@ -121,10 +121,9 @@ def evaluate(
         warnings=(
             *warnings,
             *(
-                _read_warning(evalsets[name], source, found[name][1].get(source), own)
+                _read_warning(evalsets[name], source, count, own)
                 for name in texts
-                for source in streams
-                if source in unknown or source in found[name][1]
+                for source, count in (found[name][1] | dict.fromkeys(unknown)).items()
             ),
             *file_warnings({f"eval set {name}": text for name, text in texts.items()}),
             *size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new}),

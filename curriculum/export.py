@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import numpy as np
 from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.chat_template import opens_document, spells_special
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
-from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer
+from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer, write_json
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
 from curriculum.disk.scratch import clear_killed, scratch
@@ -118,7 +117,7 @@ def export(
         with scratch(place, output) as folder:
             if target is None:
                 write_safetensors(folder, rounded_all(arrays.items(), dtype), metadata)
-                _write_json(folder / "model.json", {k: v for k, v in architecture.items() if k != "lora"})
+                write_json(folder / "model.json", {k: v for k, v in architecture.items() if k != "lora"})
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
                 _write(folder, kind, target, arrays, dtype, metadata)
@@ -238,9 +237,9 @@ def _write(
         tensors = hf_tensors(target.config, arrays, out_bias=needs_out_bias(target.config, target.hf_config))
         # transformers asks for the format
         write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})
-        _write_json(folder / HF_CONFIG, target.hf_config)
+        write_json(folder / HF_CONFIG, target.hf_config)
         ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
-        _write_json(folder / "generation_config.json", ids)
+        write_json(folder / "generation_config.json", ids)
     write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
@@ -257,10 +256,6 @@ def _write_gguf(
     in_f16 = write_gguf(path, target.config, arrays, target.tokenizer, **rest)
     if in_f16:
         tell(f"q8_0: {len(in_f16)} matrices are stored as f16 (rows not a multiple of 32): {', '.join(in_f16)}")
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _described(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ def write_hf_tokenizer(
         special = json.loads(tokenizer.hf.files.get(MAP_NAME, b"{}"))
         special |= {role: name for role, name in roles.items() if special.get(role) is None}
     else:
-        _write(folder / DEFINITION_NAME, hf_definition(tokenizer))
+        write_json(folder / DEFINITION_NAME, hf_definition(tokenizer))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "split_special_tokens": True}
         config |= {"clean_up_tokenization_spaces": False, "add_prefix_space": False}
         special = roles
@@ -65,8 +65,8 @@ def write_hf_tokenizer(
         config |= {"split_special_tokens": not opens_document(chat, tokenizer)}
     if model_max_length is not None:
         config["model_max_length"] = model_max_length
-    _write(folder / CONFIG_NAME, config)
-    _write(folder / MAP_NAME, special)
+    write_json(folder / CONFIG_NAME, config)
+    write_json(folder / MAP_NAME, special)
 
 
 def is_qwen(tokenizer: Tokenizer) -> bool:
@@ -170,5 +170,6 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an indented JSON file."""
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
