@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 QUIET_SECONDS = 2.0  # a job that is over sooner shows nothing
 TERMINAL_SECONDS = 0.2
@@ -14,15 +14,8 @@ PLAIN_SECONDS = 5.0
 Progress = Callable[[int, int | None], None]
 
 
-class Unit(NamedTuple):
-    """The unit that a count is shown in: divided by `size`, with `digits` decimals."""
-
-    name: str
-    size: float
-    digits: int
-
-
-MEGABYTES, WINDOWS = Unit("MB", 1e6, 1), Unit("windows", 1, 0)
+Unit = tuple[str, float, int]  # what a count is shown in: its name, how many are one of it, and decimals
+MEGABYTES, WINDOWS = ("MB", 1e6, 1), ("windows", 1, 0)
 
 
 class ConsoleProgress:
@@ -64,14 +57,16 @@ class ConsoleProgress:
 def progress_text(done: int, total: int | None, elapsed_seconds: float, unit: Unit = MEGABYTES) -> str:
     """Such as `12.3 of 45.6 MB (27%), 10.1 MB/s, ETA 3s`."""
 
+    name, size, digits = unit
+
     def counted(number: float) -> str:
-        return f"{number / unit.size:,.{unit.digits}f}"
+        return f"{number / size:,.{digits}f}"
 
     per_second = done / max(elapsed_seconds, 1e-9)
-    rate = f"{per_second / unit.size:.1f} {unit.name}/s"
+    rate = f"{per_second / size:.1f} {name}/s"
     if total is None:
-        return f"{counted(done)} {unit.name}, {rate}"
-    text = f"{counted(done)} of {counted(total)} {unit.name} ({done / max(total, 1):.0%}), {rate}"
+        return f"{counted(done)} {name}, {rate}"
+    text = f"{counted(done)} of {counted(total)} {name} ({done / max(total, 1):.0%}), {rate}"
     if done >= total:  # more if a file has grown
         return f"{text}, {_duration(elapsed_seconds)}"
     return f"{text}, ETA {_duration((total - done) / per_second)}" if done else text
