@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from curriculum.data.saved_datasets import refuse_splits, without_notes
+from curriculum.data.saved_datasets import rows_of
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, InputError
 from phases.schedule import OnExhaust
@@ -126,9 +126,7 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
     try:
         if not stat.S_ISDIR(os.stat(root).st_mode):
             return [_describe(root, os.path.basename(root))]
-        wanted, names = _glob_pattern(source.glob), sorted(_walk(root))
-        read = [name for name in without_notes(root, names) if wanted.fullmatch(name)]
-        refuse_splits(root, names, read)
+        read = rows_of(root, sorted(_walk(root)), _glob_pattern(source.glob).fullmatch)
         files = [_describe(os.path.join(root, relative), relative) for relative in read]
     except OSError as error:
         where = error.filename or source.path
