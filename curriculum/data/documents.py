@@ -110,25 +110,27 @@ def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
 
 def file_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
     """Warnings about the sources' files, under the names that key `sources`; raises as `source_files` does."""
-    files = {place: source_files(source) for place, source in sources.items() if source.path is not None}
-    return _rows_as_text(sources, files) + _unended(files)
+    about_text, about_ends = [], []
+    doubt = "has no end mark: its writer may have been stopped; if rows are missing, write it again"
+    for place, source in sources.items():
+        files = [] if source.path is None else source_files(source)
+        if files and source.format == "text" and source.text_key is None and (told := _rows_as_text(files)):
+            about_text.append(f"{place}: {told}")
+        arrow = [file.path for file in files if file.path.lower().endswith(".arrow")]
+        about_ends += [f"{place}: {path} {doubt}" for path in arrow if lacks_end(path)]
+    return (*about_text, *about_ends)
 
 
-def _rows_as_text(sources: Mapping[str, SourceConfig], files: Mapping[str, Sequence[SourceFile]]) -> tuple[str, ...]:
-    """A warning for each source whose files all look like rows but are read as plain text, or lie beside rows."""
-    found = []
-    for place, its_files in files.items():
-        if sources[place].format != "text" or sources[place].text_key is not None:
-            continue
-        found_suffix = {file.relative: suffix_of(file.path) for file in its_files}
-        suffixes = set(found_suffix.values())
-        if of_rows := sorted(suffixes & {*JSON_LINES, *COLUMNAR}):
-            if plain := [name for name, suffix in found_suffix.items() if suffix not in of_rows]:
-                found.append(f"{place}: {_beside_rows(plain, of_rows[0])}")
-        elif suffixes <= ROWS_AS_TEXT:
-            read = f"each {' or '.join(sorted(suffixes))} file is read as one document of plain text"
-            found.append(f"{place}: {read}; if it holds rows, convert them to .jsonl (one object per line) or .parquet")
-    return tuple(found)
+def _rows_as_text(files: Sequence[SourceFile]) -> str | None:
+    """The warning that all files look like rows but are read as plain text, or that some lie beside rows."""
+    suffixes = {file.relative: suffix_of(file.path) for file in files}
+    if of_rows := sorted({*suffixes.values()} & {*JSON_LINES, *COLUMNAR}):
+        plain = [name for name, suffix in suffixes.items() if suffix not in of_rows]
+        return _beside_rows(plain, of_rows[0]) if plain else None
+    if not {*suffixes.values()} <= ROWS_AS_TEXT:
+        return None
+    read = f"each {' or '.join(sorted({*suffixes.values()}))} file is read as one document of plain text"
+    return f"{read}; if it holds rows, convert them to .jsonl (one object per line) or .parquet"
 
 
 def _beside_rows(plain: Sequence[str], of_rows: str) -> str:
@@ -137,14 +139,6 @@ def _beside_rows(plain: Sequence[str], of_rows: str) -> str:
         return f"{plain[0]} is plain text beside rows and is read as a document; {glob} leaves it out"
     others = plain[1] if len(plain) == 2 else f"{len(plain) - 1:,} more files"
     return f"{plain[0]} and {others} are plain text beside rows and are read as a document each; {glob} leaves them out"
-
-
-def _unended(files: Mapping[str, Sequence[SourceFile]]) -> tuple[str, ...]:
-    """A warning for each arrow stream that may be cut short."""
-    paths = [(place, file.path) for place, its_files in files.items() for file in its_files]
-    unended = [(place, path) for place, path in paths if path.lower().endswith(".arrow") and lacks_end(path)]
-    doubt = "has no end mark: its writer may have been stopped; if rows are missing, write it again"
-    return tuple(f"{place}: {path} {doubt}" for place, path in unended)
 
 
 def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
