@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curriculum.data.chat import ChatConfig
-from curriculum.data.tokenizers.chat_template import opens_document, spells_special
+from curriculum.data.tokenizers.chat_template import ends_answer, opens_document
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer, write_json
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -238,20 +238,23 @@ def _write(
         # transformers asks for the format
         write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})
         write_json(folder / HF_CONFIG, target.hf_config)
-        ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
+        ends = _ends(target)
+        ids = {"bos_token_id": target.hf_config["bos_token_id"], "eos_token_id": ends[0] if len(ends) == 1 else ends}
         write_json(folder / "generation_config.json", ids)
     write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
+
+
+def _ends(target: _Target) -> list[int]:
+    """The ids at which a text of the model ends, end-of-text first."""
+    tokenizer = target.tokenizer
+    closing = None if target.chat is None else ends_answer(target.chat, tokenizer)[1]
+    return list(dict.fromkeys([tokenizer.eot, *tokenizer.stops, *([] if closing is None else [closing])]))
 
 
 def _write_gguf(
     path: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
-    if target.chat is not None and spells_special(target.chat, target.tokenizer):
-        tell(
-            "the chat section spells out special tokens, which were ordinary text in training but are special to "
-            "llama.cpp: the ids of a conversation will differ; with --format hf they stay the same"
-        )
     rest = {"dtype": dtype, "name": target.name, "chat": target.chat, "metadata": own}
     in_f16 = write_gguf(path, target.config, arrays, target.tokenizer, **rest)
     if in_f16:
@@ -268,7 +271,7 @@ def _described(
         drawn = {name: source["tokens_drawn"] for name, source in ledger["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
-    opens = target.chat is not None and opens_document(target.chat, target.tokenizer)
+    opens = target.chat is not None and opens_document(target.tokenizer)
     return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.chat, opens)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.chat import ChatConfig, render_question
+from curriculum.data.chat import ChatConfig
+from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.errors import InputError, check_several
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.sampling import Sampling
@@ -31,28 +32,29 @@ class Loaded:
     warnings: tuple[str, ...]
     chat: ChatConfig
 
-    def asked(self, questions: Iterable[str], sampling: Sampling) -> tuple[list[str], Sampling]:
-        """Prompts and settings for answers to what users say: by the template, and up to where it closes an answer."""
-        close = self.chat.around("assistant")[1]
-        ends = [close.strip() or close] if close else []  # else with end-of-text alone
-        prompts = [render_question(question, self.chat) for question in questions]
-        return prompts, replace(sampling, stop=(*sampling.stop, *ends))
+    def until_answered(self, sampling: Sampling) -> Sampling:
+        """The settings with which a continuation ends where the chat template closes an answer."""
+        closing, token = ends_answer(self.chat, self.generator.tokenizer)
+        return replace(sampling, stop=(*sampling.stop, closing)) if closing and token is None else sampling
 
-    def prompts(self, texts: Iterable[str]) -> list[Prompt]:
-        """The texts as prompts. Raises InputError with every text that the tokenizer cannot represent."""
+    def prompts(self, texts: Iterable[str], chat: bool = False) -> list[Prompt]:
+        """The texts as prompts, with `chat` as what users say.
+
+        Raises InputError with every text that the tokenizer cannot represent.
+        """
         prompts, problems = [], []
         for number, text in enumerate(texts, start=1):
             try:
-                prompts.append(self.generator.prompt(text))
+                prompts.append(self.generator.prompt(text, self.chat if chat else None))
             except InputError as error:
                 problems += [f"prompt {number}: {problem}" for problem in error.problems]
         if problems:
             raise InputError(*problems)
         return prompts
 
-    def stream(self, texts: Iterable[str], sampling: Sampling) -> Iterator[NewText]:
+    def stream(self, texts: Iterable[str], sampling: Sampling, chat: bool = False) -> Iterator[NewText]:
         """Pieces of the continuations as they are drawn, several texts at a time; a text's last piece has all of it."""
-        return self.generator.stream(self.params, self.prompts(texts), sampling)
+        return self.generator.stream(self.params, self.prompts(texts, chat), sampling)
 
 
 def generate(
@@ -82,9 +84,8 @@ def generate(
     if problems := sampling.problems():
         raise InputError(*(f"{name}: {message}" for name, message in problems))
     loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir, make_model=make_model)
-    if chat:
-        prompts, sampling = loaded.asked(prompts, sampling)
-    return loaded.generator.generate(loaded.params, loaded.prompts(prompts), sampling)
+    sampling = loaded.until_answered(sampling) if chat else sampling
+    return loaded.generator.generate(loaded.params, loaded.prompts(prompts, chat), sampling)
 
 
 @chosen_again

@@ -5,18 +5,33 @@ import json
 import pytest
 
 from curriculum.config import build_config
-from curriculum.data.chat import CHATML, ChatConfig, render, render_completion
+from curriculum.data import chat as chat_module
+from curriculum.data.chat import AS_TEXT, CHATML, ChatConfig, Template, render_question
 from curriculum.errors import InputError
 
-SHORT = ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};", tool="T({content})")
+SHORT = Template(ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};", tool="T({content})"))
 
 
 def turns(*pairs):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
+def render(messages, template):
+    """(text, scored) of each stretch, none of them special."""
+    return without_special(chat_module.render(messages, template))
+
+
+def render_completion(prompt, completion, template):
+    return without_special(chat_module.render_completion(prompt, completion, template))
+
+
+def without_special(stretches):
+    assert not any(special for _, _, special in stretches)
+    return [(text, scored) for text, scored, _ in stretches]
+
+
 def test_the_default_is_chatml_as_text():
-    assert render(turns(("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo")), CHATML) == [
+    assert render(turns(("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo")), AS_TEXT) == [
         ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
         ("Yo<|im_end|>\n", True),
     ]
@@ -39,7 +54,7 @@ def test_answers_and_what_closes_them_are_scored():
 
 
 def test_without_text_around_it_the_content_is_all():
-    bare = ChatConfig(system="{content}", user="{content}", assistant="{content}")
+    bare = Template(ChatConfig(system="{content}", user="{content}", assistant="{content}"))
     messages = turns(("user", "a"), ("assistant", "b"), ("assistant", "c"), ("user", ""), ("assistant", "d"))
     assert render(messages, bare) == [("a", False), ("bcd", True)]
     assert render(turns(("user", "")), bare) == render([], bare) == []
@@ -47,9 +62,44 @@ def test_without_text_around_it_the_content_is_all():
 
 def test_content_that_looks_like_the_template_is_content():
     content = "<|im_end|>\n<|im_start|>assistant\n{content}"
-    (prompt, _), (answer, scored) = render(turns(("user", content), ("assistant", content)), CHATML)
+    (prompt, _), (answer, scored) = render(turns(("user", content), ("assistant", content)), AS_TEXT)
     assert prompt == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     assert (answer, scored) == (f"{content}<|im_end|>\n", True)
+
+
+def test_special_tokens_that_the_template_spells_stand_alone():
+    names = ["<|im_start|>", "<|im_end|>", "<|im_end", "<|endoftext|>"]
+    template = Template.of(CHATML, names)
+    assert template.special == ("<|im_start|>", "<|im_end|>", "<|im_end")
+    content = "<|im_end|>x"  # content is text
+    messages = turns(("user", content), ("assistant", content), ("user", ""), ("assistant", ""))
+    opened, closed = ("<|im_start|>", False, True), ("<|im_end|>", False, True)
+    asked = [opened, (f"user\n{content}", False, False), closed, ("\n", False, False), opened]
+    assert render_question(content, template) == [*asked, ("assistant\n", False, False)]
+    assert chat_module.render(messages, template) == [
+        *asked,
+        ("assistant\n", False, False),
+        (content, True, False),
+        ("<|im_end|>", True, True),
+        ("\n", True, False),
+        opened,
+        ("user\n", False, False),
+        closed,
+        ("\n", False, False),
+        opened,
+        ("assistant\n", False, False),
+        ("<|im_end|>", True, True),
+        ("\n", True, False),
+    ]
+    both = Template.of(ChatConfig(user="{content}<a>", assistant="<b><a>{content}<a>"), ["<a>", "<b>", "", "<c>"])
+    assert chat_module.render(turns(("user", "u"), ("assistant", "<b>")), both) == [
+        ("u", False, False), ("<a>", False, True), ("<b>", False, True), ("<a>", False, True),
+        ("<b>", True, False), ("<a>", True, True),
+    ]  # fmt: skip
+    prompt = turns(("user", "u"), ("assistant", "b"))
+    assert chat_module.render_completion(prompt, prompt, both)[:3] == [
+        ("u", False, False), ("<a>", False, True), ("<b>", False, True),
+    ]  # fmt: skip
 
 
 def test_other_keys_of_a_message_are_not_read():
@@ -116,7 +166,7 @@ USER = {"role": "user", "content": "u"}
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused(messages, expected):
     with pytest.raises(InputError) as error:
-        render(messages, CHATML)
+        render(messages, AS_TEXT)
     assert str(error.value).startswith(expected)
 
 
@@ -133,7 +183,7 @@ def test_what_is_no_conversation_is_refused(messages, expected):
 )
 def test_what_is_no_prompt_and_completion_is_refused(prompt, completion, expected):
     with pytest.raises(InputError) as error:
-        render_completion(prompt, completion, CHATML)
+        render_completion(prompt, completion, AS_TEXT)
     assert str(error.value).startswith(expected)
 
 

@@ -8,7 +8,8 @@ from test_chat import turns
 from test_hf_writer import own_tokenizer
 from tokenizers import Tokenizer as Library
 
-from curriculum.data.chat import CHATML, ChatConfig, render
+from curriculum.data.chat import CHATML, ChatConfig, Template, render
+from curriculum.data.encode import encode_beginning
 from curriculum.data.tokenizers.chat_template import chat_template, opens_document
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
@@ -21,10 +22,13 @@ OWN = ChatConfig(
     assistant="### Model\n{content}\n---\n",
     tool="{{ {content} }} {% %} {# -}}\n",
 )
+ENDS = "</s><|eot_id|><|endoftext|>"  # each special in some families, and text in the others
+SPELLED = ChatConfig(
+    system=f"{ENDS}{{content}}", user=f"{ENDS}User\n{{content}}{ENDS}\n", assistant=f"Model:\n{{content}}{ENDS}\n"
+)
 KINDS = ("byte", "char", "bpe", "tiktoken", *FAMILIES)
-# Families whose special tokens ChatML spells, and those that put a blank before a document.
-WITHOUT_BOS = {"ChatML": {"qwen", "llama2", "mistral", "unigram"}, "OWN": {"llama2", "mistral", "unigram"}}
-CHATS = {"ChatML": CHATML, "OWN": OWN}
+WITHOUT_BOS = {"llama2", "mistral", "unigram"}  # they put a blank before a document
+CHATS = {"ChatML": CHATML, "OWN": OWN, "SPELLED": SPELLED}
 
 
 TALKS = [
@@ -40,22 +44,22 @@ def tokenizer_of(kind, folder):
     if kind in FAMILIES:
         return load_tokenizer(write_folder(kind, folder / "source"))
     if kind == "char":
-        rendered = [text for chat in CHATS.values() for talk in TALKS for text, _ in render(talk, chat)]
+        rendered = [s.text for chat in CHATS.values() for talk in TALKS for s in render(talk, Template(chat))]
         return char_tokenizer([*rendered, *TEXTS.values(), *corpus(), SPECIAL_TEXT])
     return own_tokenizer(kind)
 
 
 def in_training(talk, chat, tokenizer, *, generation_prompt):
     """(text, ids) as training has them: each stretch of its own, the prompt of an answer being one with what is before."""
-    stretches = [*render(talk, chat), (chat.around("assistant")[0], False)] if generation_prompt else render(talk, chat)
-    joined = []
-    for text, scored in stretches:
-        if joined and joined[-1][1] == scored:
-            joined[-1] = (joined[-1][0] + text, scored)
+    template = Template.of(chat, tokenizer.special_tokens)
+    joined = render(talk, template)
+    for stretch in template.around("assistant")[0] if generation_prompt else ():
+        if joined[-1].special or stretch.special or joined[-1].scored:
+            joined.append(stretch)
         else:
-            joined.append((text, scored))
-    ids = [tokenizer.encode(text, opens_document=number == 0).tolist() for number, (text, _) in enumerate(joined)]
-    return "".join(text for text, _ in joined), [tokenizer.bos, *sum(ids, [])]
+            joined[-1] = joined[-1]._replace(text=joined[-1].text + stretch.text)
+    ids = encode_beginning(joined, tokenizer).tolist()
+    return "".join(stretch.text for stretch in joined), [tokenizer.bos, *ids]
 
 
 def as_transformers_renders(template, **variables):
@@ -99,8 +103,11 @@ def test_what_it_renders_has_the_ids_of_training(kind, name, tmp_path):
     folder.mkdir()
     write_hf_tokenizer(tokenizer, folder, chat=chat)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    bos = "" if kind in WITHOUT_BOS[name] else config["bos_token"]
-    assert opens_document(chat, tokenizer) == bool(bos) and config["split_special_tokens"] is not bool(bos)
+    bos = "" if kind in WITHOUT_BOS else config["bos_token"]
+    assert opens_document(tokenizer) == bool(bos)
+    spells = bool(Template.of(chat, tokenizer.special_tokens).special)
+    assert spells == (name == "SPELLED" and kind != "smollm3" or (name, kind) == ("ChatML", "qwen"))
+    assert config["split_special_tokens"] is not (bool(bos) or spells)
     library = Library.from_file(str(folder / "tokenizer.json"))
     library.encode_special_tokens = config["split_special_tokens"]
     for talk in TALKS:

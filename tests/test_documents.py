@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from curriculum.data.chat import CHATML, ChatConfig
+from curriculum.data.chat import AS_TEXT, ChatConfig, Template
 from curriculum.data.documents import documents_of
 from curriculum.data.pieces import PIECE_BYTES, parts_of, read_pieces
 from curriculum.data.sources import SourceConfig, source_files
@@ -134,7 +134,7 @@ def test_compressed_lines_are_read_as_they_are(tmp_path, name):
     pieces = list(read_pieces(SourceConfig(path=str(tmp_path / name))))
     assert [piece.where for piece in pieces] == [f"{tmp_path / name}:{number}" for number in (1, 2, 3)]
     assert [piece.source_bytes for piece in pieces] == [len(line.encode()) for line in lines]
-    assert documents_of([SourceConfig(path=str(tmp_path))], CHATML).total_bytes is None
+    assert documents_of([SourceConfig(path=str(tmp_path))], AS_TEXT).total_bytes is None
     kind = "gzip" if name.lower().endswith("gz") else "zstd"
     for damaged in (packed[1][:-4], packed[1] + b"junk", b"plain text\n"):
         (tmp_path / name).write_bytes(damaged)
@@ -155,7 +155,7 @@ def test_compressed_text_is_one_document(tmp_path, monkeypatch, name, kind):
     assert read(tmp_path / name) == [text.removeprefix("\ufeff")]
     pieces = list(read_pieces(SourceConfig(path=str(tmp_path))))
     assert len(pieces) > 30 and sum(piece.source_bytes for piece in pieces) == len(text.encode())
-    assert documents_of([SourceConfig(path=str(tmp_path))], CHATML).total_bytes is None
+    assert documents_of([SourceConfig(path=str(tmp_path))], AS_TEXT).total_bytes is None
     (tmp_path / name).write_bytes(packed[:-4])
     assert f"{tmp_path / name}: " in (told := refused(tmp_path / name)) and f"a complete {kind} file" in told
     (tmp_path / name).write_bytes(pyarrow.compress(b"a\0b", kind, asbytes=True))  # such as a .tar.gz
@@ -398,7 +398,7 @@ CONVERSATIONS = [
         {"role": "user", "content": "v"},
     ],
 ]
-SHORT = ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};")
+SHORT = Template(ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};"))
 PIECES = [  # text, ends document, scored
     ("U:汉\n.A:", False, False), ("a;", True, True),
     ("S/U:u.A:", False, False), ("b;", False, True), ("U:v.", True, False),

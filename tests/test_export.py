@@ -554,20 +554,6 @@ def test_what_saw_no_conversation_has_no_template(chat_run, run, tmp_path):
         assert "Once upon a time" in (folder / "README.md").read_text()
 
 
-def test_a_template_that_spells_special_tokens(chat_run, tmp_path, capsys):
-    """Then its ids are those of ordinary text, and the token that opens a document is put before them by hand."""
-    resolved = json.loads((chat_run / "config.resolved.json").read_text())
-    spelled = tmp_path / "spelled"
-    shutil.copytree(chat_run, spelled)
-    resolved["chat"]["user"] = "<|endoftext|>{content}\n"
-    (spelled / "config.resolved.json").write_text(json.dumps(resolved))
-    export(spelled, tmp_path / "hf", format="hf", step=4)
-    assert capsys.readouterr().err == "" and "bos_token" not in exported_template(tmp_path / "hf")
-    assert "ids = torch.tensor([[tokenizer.bos_token_id, *text]])" in (tmp_path / "hf/README.md").read_text()
-    export(spelled, tmp_path / "gguf", format="gguf", step=4)
-    assert "the chat section spells out special tokens, which were ordinary text in training" in capsys.readouterr().err
-
-
 def test_biases_of_query_key_and_value_go_out_as_a_class_that_keeps_the_tokenizer(tmp_path):
     """Beside a Qwen2 model transformers would build Qwen's tokenizer."""
     write_corpus(tmp_path)

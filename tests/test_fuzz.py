@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from curriculum.config import config_from_json, load_config
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.pieces import read_pieces
 from curriculum.data.prepare import prepare_store
 from curriculum.data.sources import SourceConfig
@@ -266,7 +266,7 @@ def test_clocks(folder, until, ramp, steps):
 
 # --- token stores -------------------------------------------------------------------------------------------
 
-CHAT = ChatConfig(user="U{content}", assistant="A{content};")
+CHAT = Template(ChatConfig(user="U{content}", assistant="A{content};"))
 
 
 def contents_of(store):
@@ -283,7 +283,7 @@ def stored(folder):
         source = SourceConfig(path="talks.jsonl", format="messages")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("curriculum.data.store_writer.SHARD_TOKENS", 40)
-            return contents_of(prepare_store("talks", source, byte_tokenizer(), "stores", chat=CHAT))
+            return contents_of(prepare_store("talks", source, byte_tokenizer(), "stores", chat=CHAT.chat))
 
     held = read()
     (whole,) = Path("stores/stores").iterdir()

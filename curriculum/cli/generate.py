@@ -88,8 +88,8 @@ def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_di
     for warning in loaded.warnings:
         click.echo(f"warning: {warning}", err=True)
     started = time.perf_counter()
-    given, sampling = loaded.asked(prompts, sampling) if chat else (prompts, sampling)
-    pieces = loaded.stream(given, sampling)
+    sampling = loaded.until_answered(sampling) if chat else sampling
+    pieces = loaded.stream(prompts, sampling, chat)
     if as_json:
         whole = {piece.index: piece.whole.to_json() for piece in pieces if piece.whole}
         told = {"run": str(run), "step": loaded.step, "weights": weights, "sampling": asdict(sampling)}

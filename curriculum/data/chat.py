@@ -4,9 +4,12 @@ An answer is the content of an assistant turn and the text that closes the turn 
 both. The text that introduces the turn, and every other turn, is part of the prompt.
 """
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from curriculum.data.rows import checked_text, found_keys, type_name
 from curriculum.errors import FieldError, InputError
@@ -16,14 +19,21 @@ ROLES = ("system", "user", "assistant", "tool")
 RENDERING_VERSION = 2  # raise it if conversations are rendered or scored differently: else existing stores are reused
 _UNRENDERED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # keys of a message
 
-Stretch = tuple[str, bool]  # a text, and whether it is scored
+
+class Stretch(NamedTuple):
+    """A text, whether it is scored, and whether it is the name of a special token and stands for that."""
+
+    text: str
+    scored: bool
+    special: bool = False
 
 
 @dataclass(frozen=True)
 class ChatConfig:
     """How a conversation becomes text: for each role the text of one turn, with {content} where its content goes.
 
-    What stands before {content} introduces the turn, what stands after it closes it. All of it is ordinary text.
+    What stands before {content} introduces the turn, what stands after it closes it. Where it spells the name of one of
+    the tokenizer's special tokens, such as <|im_start|> with those of Qwen, it stands for that token.
     """
 
     system: str = "<|im_start|>system\n{content}<|im_end|>\n"
@@ -59,44 +69,79 @@ CHATML = ChatConfig()
 CHATML_TURN = "<|im_start|>"  # however a template of ChatML is written, it has this
 
 
-def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> list[Stretch]:
-    """A conversation as stretches of text, alternately scored and unscored, none empty; joined they are its text.
+@dataclass(frozen=True)
+class Template:
+    """A chat section and what it spells of a tokenizer's special tokens, longest first."""
 
-    Encode each stretch on its own: then no token crosses the edge of an answer, and a prompt, which ends at that edge,
-    has the same ids as in training. Content is ordinary text even if it looks like the template. Of a message role and
-    content are read, and weight: an answer of weight 0 is not scored. Other keys are not.
+    chat: ChatConfig
+    special: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(chat: ChatConfig, special_tokens: Iterable[str]) -> "Template":
+        own = "\n".join(text for role in chat.roles for text in chat.around(role))
+        return Template(
+            chat, tuple(sorted((name for name in special_tokens if name and name in own), key=len, reverse=True))
+        )
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        return re.compile(f"({'|'.join(map(re.escape, self.special))})" if self.special else r"(?!)")
+
+    def around(self, role: str) -> tuple[list[Stretch], list[Stretch]]:
+        """What introduces and what closes a turn of `role`, neither of it scored."""
+        return tuple(
+            [Stretch(text, False, bool(i % 2)) for i, text in enumerate(self._names.split(own)) if text]
+            for own in self.chat.around(role)
+        )
+
+    def to_json(self) -> dict[str, str | None]:
+        """What a store remembers of how its conversations were rendered."""
+        return asdict(self.chat) | ({"special_tokens": " ".join(self.special)} if self.special else {})
+
+
+AS_TEXT = Template(CHATML)  # none of it is a special token
+
+
+def render(messages: list[dict], template: Template, key: str = "messages") -> list[Stretch]:
+    """A conversation as stretches of text, none empty; joined they are its text.
+
+    Neighbours differ in whether they are scored, or one is a special token that the template spells. Encode each
+    stretch on its own: then no token crosses the edge of an answer, and a prompt, which ends at that edge, has the same
+    ids as in training. Content is ordinary text even if it looks like the template. Of a message role and content are
+    read, and weight: an answer of weight 0 is not scored. Other keys are not.
 
     Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, content
     that is not text, a weight other than 0 and 1, and for calls of tools and reasoning beside the content, which no
     template renders.
     """
-    return _joined(_turns(messages, key, chat))
+    return _joined(_turns(messages, key, template))
 
 
-def render_question(content: str, chat: ChatConfig) -> str:
+def render_question(content: str, template: Template) -> list[Stretch]:
     """A conversation of one turn of role user, up to where its answer begins."""
-    said = "".join(text for text, _ in render([{"role": "user", "content": content}], chat))
-    return said + chat.around("assistant")[0]
+    introduction, _ = template.around("assistant")
+    return _joined([*_turns([{"role": "user", "content": content}], "messages", template), *introduction])
 
 
-def render_completion(prompt: str | list[dict], completion: str | list[dict], chat: ChatConfig) -> list[Stretch]:
+def render_completion(prompt: str | list[dict], completion: str | list[dict], template: Template) -> list[Stretch]:
     """A prompt and its completion as stretches, like those of `render`; nothing in the prompt is scored.
 
     Two texts are joined as they are, and all of the completion is scored. Of two lists of messages, the answers in the
     completion are scored. Raises InputError like `render`, and for any other combination.
     """
     if isinstance(prompt, list) and isinstance(completion, list):
-        given = [(text, False) for text, _ in _turns(prompt, "prompt", chat)]
-        return _joined([*given, *_turns(completion, "completion", chat)])
+        given = [part._replace(scored=False) for part in _turns(prompt, "prompt", template)]
+        return _joined([*given, *_turns(completion, "completion", template)])
     if isinstance(prompt, list) or isinstance(completion, list):
         raise InputError(
             f"'prompt' holds {type_name(prompt)} and 'completion' {type_name(completion)}; expected two texts, or two"
             " lists of messages"
         )
-    return _joined([(checked_text(prompt, "'prompt'"), False), (checked_text(completion, "'completion'"), True)])
+    texts = Stretch(checked_text(prompt, "'prompt'"), False), Stretch(checked_text(completion, "'completion'"), True)
+    return _joined(texts)
 
 
-def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
+def _turns(messages: object, key: str, template: Template) -> Iterator[Stretch]:
     if not isinstance(messages, list):
         raise InputError(f"{key!r} holds {type_name(messages)}; expected a list of messages with role and content")
     for number, message in enumerate(messages):
@@ -107,9 +152,9 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
             if needed not in message:
                 raise InputError(f"{place} has no key {needed!r}; found {found_keys(message)}; rename it in the data")
         role = message["role"]
-        if role not in chat.roles:
+        if role not in template.chat.roles:
             remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
-            raise InputError(f"{place}.role is {role!r}; expected {', '.join(chat.roles)}; {remedy}")
+            raise InputError(f"{place}.role is {role!r}; expected {', '.join(template.chat.roles)}; {remedy}")
         for beside in _UNRENDERED:
             if message.get(beside) and message[beside] is not True:  # a flag is no text
                 raise InputError(
@@ -119,12 +164,18 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
         weight = message.get("weight")  # a table has null in rows without one
         if weight not in (None, 0, 1) or isinstance(weight, bool):
             raise InputError(f"{place}.weight is {weight!r}; expected 0 (not trained on) or 1, or leave it out")
-        introduction, close = chat.around(role)
-        yield introduction, False
-        content = checked_text(message["content"], f"{place}.content")
-        yield content + close, role == "assistant" and weight != 0
+        introduction, close = template.around(role)
+        scored = role == "assistant" and weight != 0
+        yield from introduction
+        yield Stretch(checked_text(message["content"], f"{place}.content"), scored)
+        yield from (part._replace(scored=scored) for part in close)
 
 
 def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:
-    neighbours = groupby((stretch for stretch in stretches if stretch[0]), key=lambda stretch: stretch[1])
-    return [("".join(text for text, _ in group), scored) for scored, group in neighbours]
+    """The stretches that are not empty, with neighbours joined that are scored alike; special tokens stand alone."""
+    numbered = enumerate(stretch for stretch in stretches if stretch.text)
+    neighbours = groupby(numbered, key=lambda item: (item[1].scored, item[0] if item[1].special else None))
+    return [
+        Stretch("".join(stretch.text for _, stretch in group), scored, number is not None)
+        for (scored, number), group in neighbours
+    ]

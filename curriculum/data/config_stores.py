@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from curriculum.config import Config
+from curriculum.data.chat import Template
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.prepared import is_prepared
@@ -41,12 +42,39 @@ def place_of(evalset: str) -> str:
     return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
 
 
+def _check_template(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise InputError if the special tokens that the chat section spells cannot be told apart, or from white space."""
+    if all(source.format == "text" for source in (*config.sources.values(), *own_sources(config).values())):
+        return
+    template, problems = Template.of(config.chat, tokenizer.special_tokens), []
+    added = [] if tokenizer.hf is None else tokenizer.hf.parsed.definition["added_tokens"]
+    for token in added:
+        flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
+        if flags and token["content"] in template.special:
+            where = f"added token {token['content']!r} of the tokenizer has {' and '.join(flags)}"
+            problems.append(("chat", f"{where}: what stands beside it would be dropped; set it to false there"))
+    packing = config.packing
+    for name in template.special:
+        if tokenizer.special_tokens[name] not in (tokenizer.eot, tokenizer.bos):
+            continue
+        why = f"takes {name} for the edge of a document, which the chat section also spells within conversations"
+        if packing.document_mask and packing.mode == "stream":
+            problems.append(("packing.document_mask", f"in mode stream {why}; use mode best_fit"))
+        if packing.mask_boundary_loss:
+            problems.append(("packing.mask_boundary_loss", f"{why}; leave it out"))
+        if not packing.train_on_eos:
+            problems.append(("packing.train_on_eos", f"false {why}; leave it out"))
+    if problems:
+        raise config.error(problems)
+
+
 def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:
     """The stores of all sources and eval sets; builds those that do not exist. Raises InputError.
 
     Prepared folders are opened first, and eval sets come before sources, which take the longest: their errors are
     reported before the sources are read.
     """
+    _check_template(config, tokenizer)
     texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
     in_turn = sorted(texts, key=lambda name: not is_prepared(texts[name]))
     made = {name: prepare_store(name, texts[name], tokenizer, store_dir, chat=config.chat) for name in in_turn}
@@ -56,6 +84,8 @@ def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) 
 
 def find_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:
     """What `prepare_stores` would give, without the stores that are not built yet."""
+
+    _check_template(config, tokenizer)
 
     def find(name: str, source: SourceConfig) -> Store | None:
         return None if source.is_missing else find_store(name, source, tokenizer, store_dir, config.chat)

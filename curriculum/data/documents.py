@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import Template
 from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
@@ -37,22 +36,22 @@ class Documents(NamedTuple):
     """Documents to be written as a store."""
 
     pieces: Iterable[Piece]
-    template: ChatConfig | None  # renders the conversations; None: the documents are texts
+    template: Template | None  # renders the conversations; None: the documents are texts
     origin: str  # where they come from, for the sidecar and error messages
     total_bytes: int | None  # that reading them will report; None if unknown
 
 
-def documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> Documents:
+def documents_of(sources: Sequence[SourceConfig], template: Template) -> Documents:
     """The documents of sources of one format."""
     return Documents(
-        pieces=(piece for source in sources for piece in read_pieces(source, chat)),
-        template=chat if any(source.format != "text" for source in sources) else None,
+        pieces=(piece for source in sources for piece in read_pieces(source, template)),
+        template=template if any(source.format != "text" for source in sources) else None,
         origin=", ".join(source.location for source in sources),
         total_bytes=_size_bytes(sources),
     )
 
 
-def given_documents(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Documents:
+def given_documents(documents: Iterable[str] | Iterable[list[dict]], template: Template | None) -> Documents:
     """Documents from an iterator, as `document_pieces` takes them.
 
     Raises InputError for a single text, a mapping, or what cannot be iterated over.
@@ -61,7 +60,7 @@ def given_documents(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
         raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
     if isinstance(documents, Mapping) or not np.iterable(documents):
         raise InputError(f"documents: {type_name(documents)}; expected an iterable of documents, such as a list")
-    return Documents(document_pieces(documents, chat), chat, "documents", None)
+    return Documents(document_pieces(documents, template), template, "documents", None)
 
 
 def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, progress: Progress | None) -> None:
@@ -94,7 +93,7 @@ def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, pro
                 progress(done_bytes, total_bytes)
         if progress is not None and done_bytes != total_bytes:
             progress(done_bytes, done_bytes)
-        writer.finish(origin, tokenizer, None if template is None else asdict(template))
+        writer.finish(origin, tokenizer, None if template is None else template.to_json())
 
 
 def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from curriculum.data.chat import Stretch
 from curriculum.data.pieces import Piece
 from curriculum.data.tokenizers.tokenizer import NUM_THREADS, Tokenizer
 from curriculum.errors import InputError
@@ -24,8 +25,9 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
     End-of-text follows the last piece of a document; bos precedes the first if it is not end-of-text. Both count as
     tokens of their pieces. An empty document has no tokens.
 
-    Cutting a text into pieces does not change its ids. If a token of the vocabulary could span a cut, all consecutive
-    pieces of a document that are scored alike are joined, and encoded and held as one.
+    A special piece is the token that it names. Cutting a text into pieces does not change its ids. If a token of the
+    vocabulary could span a cut, all consecutive pieces of a document that are scored alike are joined, and encoded and
+    held as one.
 
     Memory: at most 2 x NUM_THREADS + 1 groups, each about GROUP_BYTES of text and its tokens (more only if one piece is
     longer), and for byte pairs one encoding per thread, 10 MB with 50,000 ids. Raises InputError naming the place of
@@ -55,7 +57,8 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The same documents, with consecutive pieces that are scored alike joined into one."""
     waiting: list[Piece] = []
     for piece in pieces:
-        if waiting and (waiting[-1].ends_document or waiting[-1].scored != piece.scored):
+        cut = waiting and (waiting[-1].ends_document or waiting[-1].scored != piece.scored or waiting[-1].special)
+        if cut or (waiting and piece.special):
             yield _one(waiting)
             waiting = []
         waiting.append(piece)
@@ -83,18 +86,18 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _encode_group(group: list[Piece], before: list[Piece | None], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
     opens = [piece is None or piece.ends_document for piece in before]
     prefixed = [
-        opens_document or tokenizer.puts_prefix_after(piece.text)
+        opens_document or tokenizer.puts_prefix_after(piece.text, piece.special)
         for opens_document, piece in zip(opens, before, strict=True)
     ]
     end_of_text = np.array([tokenizer.eot], tokenizer.dtype)
     opening = np.array([tokenizer.bos] if tokenizer.has_own_bos else [], tokenizer.dtype)
     arrays, counts = [np.empty(0, tokenizer.dtype)], []
     try:
-        encoded = tokenizer.encode_batch([piece.text for piece in group], prefixed)
+        encoded = _encode(group, prefixed, tokenizer)
     except InputError:
         for piece, has_prefix in zip(group, prefixed, strict=True):  # which one was it?
             try:
-                tokenizer.encode(piece.text, has_prefix)
+                _encode([piece], [has_prefix], tokenizer)
             except InputError as error:
                 raise InputError(f"{piece.where}: {error}") from error
         raise
@@ -105,3 +108,19 @@ def _encode_group(group: list[Piece], before: list[Piece | None], tokenizer: Tok
         arrays += parts
         counts.append(sum(map(len, parts)))
     return np.concatenate(arrays), counts
+
+
+def encode_beginning(stretches: list[Stretch], tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of the beginning of a document, without bos. Raises InputError for text that has none."""
+    after = zip([True, *(tokenizer.puts_prefix_after(s.text, s.special) for s in stretches)], stretches, strict=False)
+    return np.concatenate(_encode(stretches, [prefixed for prefixed, _ in after], tokenizer))
+
+
+def _encode(
+    stretches: Sequence[Piece] | Sequence[Stretch], prefixed: Sequence[bool], tokenizer: Tokenizer
+) -> list[np.ndarray]:
+    ids = tokenizer.encode_batch(["" if stretch.special else stretch.text for stretch in stretches], prefixed)
+    for number, stretch in enumerate(stretches):
+        if stretch.special:
+            ids[number] = np.array([tokenizer.special_tokens[stretch.text]], tokenizer.dtype)
+    return ids

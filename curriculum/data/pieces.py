@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
-from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
+from curriculum.data.chat import AS_TEXT, Stretch, Template, render, render_completion
 from curriculum.data.rows import checked_text, found_keys, type_name
 from curriculum.data.sources import (
     COLUMNAR,
@@ -46,13 +46,14 @@ class Piece(NamedTuple):
     source_bytes: int  # bytes read from the source since the previous piece, for progress
     where: str  # file, file:line or file:row, for error messages
     scored: bool = True
+    special: bool = False  # `text` is the name of a special token, and stands for it
 
 
-def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
+def read_pieces(source: SourceConfig, template: Template = AS_TEXT) -> Iterator[Piece]:
     """The documents of a source in pieces, empty ones included, file by file in sorted order.
 
     JSONL, parquet and arrow: each row is a document; a null text is an empty document. In a format other than text a
-    row is a conversation, which `chat` renders, with one piece per stretch. Any other file is one document of plain
+    row is a conversation, which `template` renders, with one piece per stretch. Any other file is one document of plain
     UTF-8 text, and is refused if the source has a text_key or a format other than text. JSONL and plain text may be
     compressed. A byte-order mark at the start of a file is dropped; nothing else is changed.
 
@@ -63,7 +64,7 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
     without an answer.
     """
     if source.hf is not None:
-        yield from _hub_rows(source, chat)
+        yield from _hub_rows(source, template)
         return
     files = source_files(source)
     check_rows(source, files)
@@ -71,10 +72,10 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
         suffix = suffix_of(file.path)
         try:
             if suffix in JSON_LINES:
-                yield from _json_lines(file, source, chat)
+                yield from _json_lines(file, source, template)
             elif suffix in COLUMNAR:
                 with open_table(file.path, COLUMNAR[suffix], source.keys) as (names, batches):
-                    yield from _rows_of(names, batches, source, chat, file.path)
+                    yield from _rows_of(names, batches, source, template, file.path)
             else:
                 yield from _plain_text(file)
         except OSError as error:
@@ -98,14 +99,14 @@ def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
 
 def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str) -> Iterator[Piece]:
     """A rendered conversation in pieces, one for each stretch; raises InputError if none of them is scored."""
-    if not any(scored for _, scored in stretches):
+    if not any(stretch.scored for stretch in stretches):
         raise InputError(
             f"{where}: no answer, so nothing to score; expected an assistant turn or a completion that is not empty; "
             "remove it from the data"
         )
     last = len(stretches) - 1
-    for number, (text, scored) in enumerate(stretches):
-        yield Piece(text, number == last, 0 if number else source_bytes, where, scored)
+    for number, (text, scored, special) in enumerate(stretches):
+        yield Piece(text, number == last, 0 if number else source_bytes, where, scored, special)
 
 
 def _plain_text(file: SourceFile) -> Iterator[Piece]:
@@ -163,7 +164,7 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+def _json_lines(file: SourceFile, source: SourceConfig, template: Template) -> Iterator[Piece]:
     with _opened(file) as stream:
         for number, line in enumerate(stream, start=1):
             where = f"{file.path}:{number}"
@@ -185,7 +186,7 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
                 keys = " and ".join(map(repr, source.keys))
                 raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
             _check_keys(source, row, where)
-            yield from _row_pieces(row, source, chat, len(line), where)
+            yield from _row_pieces(row, source, template, len(line), where)
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def _opened(file: SourceFile) -> Iterator[BinaryIO]:
 _ROW = json.JSONDecoder(parse_int=float)
 
 
-def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+def _hub_rows(source: SourceConfig, template: Template) -> Iterator[Piece]:
     import datasets
 
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs it raises too
@@ -224,7 +225,7 @@ def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
         columns = rows.column_names or []
         if set(source.keys) <= set(columns):
             rows = rows.select_columns(list(source.keys))
-        yield from _rows_of(columns, rows.iter(batch_size=ROWS_PER_BATCH), source, chat, source.location)
+        yield from _rows_of(columns, rows.iter(batch_size=ROWS_PER_BATCH), source, template, source.location)
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
@@ -233,7 +234,7 @@ def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
 
 
 def _rows_of(
-    names: Sequence[str], batches: Iterable[Mapping[str, list]], source: SourceConfig, chat: ChatConfig, where: str
+    names: Sequence[str], batches: Iterable[Mapping[str, list]], source: SourceConfig, template: Template, where: str
 ) -> Iterator[Piece]:
     """The pieces of a table's rows. `names`: its columns; empty if it has no rows or does not name them."""
     if names:
@@ -244,28 +245,28 @@ def _rows_of(
         for values in zip(*(batch[key] for key in source.keys), strict=True):
             number += 1
             row = dict(zip(source.keys, values, strict=True))
-            yield from _row_pieces(row, source, chat, None, f"{where}: row {number}")
+            yield from _row_pieces(row, source, template, None, f"{where}: row {number}")
 
 
 def _row_pieces(
-    row: Mapping, source: SourceConfig, chat: ChatConfig, source_bytes: int | None, where: str
+    row: Mapping, source: SourceConfig, template: Template, source_bytes: int | None, where: str
 ) -> Iterator[Piece]:
     """The pieces of a row that has all keys. `source_bytes`: bytes read for it; None: count its characters instead."""
     values = [row[key] for key in source.keys]
     try:
         if source.format == "text":
             text = "" if values[0] is None else checked_text(values[0], repr(source.keys[0]))
-            stretches = [(text, True)]
+            stretches = [Stretch(text, True)]
         elif source.format == "messages":
-            stretches = render(values[0], chat, source.keys[0])
+            stretches = render(values[0], template, source.keys[0])
         else:
-            stretches = render_completion(*values, chat)
+            stretches = render_completion(*values, template)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     if source_bytes is None:
-        source_bytes = sum(len(text) for text, _ in stretches)
+        source_bytes = sum(len(stretch.text) for stretch in stretches)
     if source.format == "text":
-        yield Piece(stretches[0][0], True, source_bytes, where)
+        yield Piece(stretches[0].text, True, source_bytes, where)
     else:
         yield from conversation_pieces(stretches, source_bytes, where)
 
@@ -287,8 +288,8 @@ def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
     raise InputError(f"{where}: no key {missing!r}; found {found_keys(keys)}; {hint}")
 
 
-def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
-    """Documents from an iterator in pieces: texts, or with `chat` conversations, which it renders.
+def document_pieces(documents: Iterable[str] | Iterable[list[dict]], template: Template | None) -> Iterator[Piece]:
+    """Documents from an iterator in pieces: texts, or with `template` conversations, which it renders.
 
     Raises InputError naming the document (counted from 1) if it is not of this kind, and if the iterator raises
     OSError.
@@ -297,7 +298,7 @@ def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
     try:
         for number, document in enumerate(documents, start=1):
             where = f"document {number}"
-            if chat is None:
+            if template is None:
                 if isinstance(document, list):
                     expected = "expected text; for conversations give their template as chat"
                     raise InputError(f"{where} holds a list; {expected}")
@@ -307,10 +308,10 @@ def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
             if isinstance(document, Mapping) and "messages" in document:
                 raise InputError(f"{where} holds an object; expected a list of messages: give its 'messages'")
             try:
-                stretches = render(document, chat)
+                stretches = render(document, template)
             except InputError as error:
                 raise InputError(f"{where}: {error}") from error
-            yield from conversation_pieces(stretches, sum(len(text) for text, _ in stretches), where)
+            yield from conversation_pieces(stretches, sum(len(stretch.text) for stretch in stretches), where)
     except OSError as error:  # else the caller would report an error of writing
         raise InputError(
             f"documents: after {number:,} documents: {error}; expected all of them to be readable"

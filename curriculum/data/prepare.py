@@ -23,7 +23,7 @@ from curriculum.data.cache import (
     source_signature,
     writing,
 )
-from curriculum.data.chat import CHATML, RENDERING_VERSION, ChatConfig
+from curriculum.data.chat import CHATML, RENDERING_VERSION, ChatConfig, Template
 from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat
 from curriculum.data.pieces import check_rows
@@ -197,7 +197,9 @@ def prepare_store(
         if source.is_flat:
             index_flat(source, tokenizer, folder, progress)
         else:
-            write_store(folder, documents_of([source], chat), tokenizer, progress)
+            write_store(
+                folder, documents_of([source], Template.of(chat, tokenizer.special_tokens)), tokenizer, progress
+            )
         if source_signature(source) != signature or find_content(source, store_dir) != content:
             raise _changed(source, f"source {name!r}: ")
 
@@ -246,9 +248,10 @@ def prepare_folder(
                 "outside it"
             )
     signatures = [source_signature(source) for source in sources]
+    template = Template.of(CHATML, tokenizer.special_tokens)
 
     def write(folder: Path) -> None:
-        write_store(folder, documents_of(sources, CHATML), tokenizer, progress)
+        write_store(folder, documents_of(sources, template), tokenizer, progress)
         for source, signature in zip(sources, signatures, strict=True):
             if source_signature(source) != signature:
                 raise _changed(source)
@@ -276,7 +279,7 @@ def prepare_documents(
             f"tokenizer: {type_name(tokenizer)}; expected a Tokenizer, such as byte_tokenizer() or "
             "load_tokenizer(folder)"
         )
-    given = given_documents(documents, chat)
+    given = given_documents(documents, None if chat is None else Template.of(chat, tokenizer.special_tokens))
     _check_new(Path(output_dir))
     return _write_folder(output_dir, tokenizer, lambda folder: write_store(folder, given, tokenizer, progress))
 
@@ -323,7 +326,10 @@ def _store_directory(
     # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
     version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION
-    key = digest(version, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
+    reading = _reading(source, chat)
+    if source.format != "text" and (special := Template.of(chat, tokenizer.special_tokens).special):
+        reading = *reading, special
+    key = digest(version, content, tokenizer.fingerprint, *reading, source.dtype, place)
     directory = store_dir / "stores" / f"{name}-{key[:16]}"
     if is_there(directory):
         return directory

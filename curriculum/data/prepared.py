@@ -1,8 +1,6 @@
 """Sources that are prepared folders, as `prepare_folder` writes them: used in place if they fit the run."""
 
-from dataclasses import asdict
-
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.sources import SourceConfig
 from curriculum.data.store import Store, is_store, open_store
 from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -44,10 +42,16 @@ def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: C
             "scored; set format: messages or completion"
         )
     saved = store.facts.chat or {}  # empty if the folder holds text
-    for role, template in asdict(chat).items():
-        if saved.get(role, template) != template:
+    template = Template.of(chat, tokenizer.special_tokens).to_json()
+    for role, turn in template.items():
+        if saved.get(role, turn) != turn:
             raise InputError(
-                f"source {name!r}: chat.{role} is {template!r}, but {source.path} was prepared with {saved[role]!r}; "
+                f"source {name!r}: chat.{role} is {turn!r}, but {source.path} was prepared with {saved[role]!r}; "
                 f"set chat.{role} to that, or prepare it again"
             )
+    if saved and saved.get("special_tokens") != (special := template.get("special_tokens")):
+        raise InputError(
+            f"source {name!r}: {special} of the chat section stand for special tokens, but {source.path} was prepared "
+            "with their names as ordinary text; prepare it again"
+        )
     return store

@@ -156,6 +156,8 @@ class Store:
         """(start, stop) in the stream of the tokens of a document's text, without bos and end-of-text."""
         stop = int(self.documents["end"][document])
         start = stop - int(self.document_tokens_N[document]) + self.facts.opening_tokens
+        if self.facts.num_scored is not None:  # end-of-text may also close turns of a conversation
+            return start, stop - 1
         tokens = self.stream[start:stop]
         # A flat file from elsewhere may lack the last end-of-text, or have several, or begin with one.
         first, last = 0, len(tokens)

@@ -14,10 +14,14 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """The beginning of a text: `ids`, int32, from the one that opens a document on, and `text`, what they decode to."""
+    """The beginning of a text: `ids`, int32, from the one that opens a document on, and `text`, what they stand for.
+
+    `ends`: the ids besides end-of-text that end its continuation.
+    """
 
     text: str
     ids: np.ndarray
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Continuation:
 
     def _add(self, id_: int, tokenizer: Tokenizer) -> None:
         self._ids.append(id_)
-        if id_ == tokenizer.eot:
+        if id_ == tokenizer.eot or id_ in self.prompt.ends:
             return self._end("stop")
         opens_document = len(self.prompt.ids) + len(self._ids) == 2  # the first id after the one that opens a document
         for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]), opens_document)):

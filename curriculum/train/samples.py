@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curriculum.config import Config
+from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.continuation import Prompt
@@ -37,7 +38,9 @@ class Samples:
             except InputError as error:
                 problems += [(f"logging.generate.prompts[{i}]", problem) for problem in error.problems]
         if section.evalset is not None:
-            found = beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer)
+            _, closing = ends_answer(config.chat, tokenizer)
+            ends = (*tokenizer.stops, *(() if closing is None else (closing,)))
+            found = beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer, ends)
             if not found:
                 got = (
                     f"every conversation in {section.evalset} starts with a window that holds no answer, so there is "
@@ -64,15 +67,17 @@ class Samples:
         return [sample.to_json() for sample in self.generator.generate(params, self.prompts, self.sampling)]
 
 
-def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
+def beginnings(
+    evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokenizer, ends: tuple[int, ...] = ()
+) -> list[Prompt]:
     """The beginnings of `num` documents of a set, in the set's order.
 
     Of the first documents longer than `prompt_tokens`, that many tokens; of a conversation, everything up to its first
     answer. If these are too few, the first of the other documents are used as well. A conversation whose first window
-    holds no answer has no beginning in the set.
+    holds no answer has no beginning in the set. `ends` are those of the prompts.
     """
     first_D = np.searchsorted(evalset.document_N, np.arange(evalset.num_documents))
-    # The bos token opens each document and pads windows; no text contains it.
+    # The bos token opens each document and pads windows; no text contains it, only a chat template may.
     first_D = first_D[evalset.tokens_NT1[first_D, 0] == tokenizer.bos]
     ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.bos
     length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])
@@ -83,6 +88,7 @@ def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokeni
         Prompt(
             tokenizer.decode_bytes(ids[1:], opens_document=True).decode(errors="replace"),
             ids.astype(np.int32),
+            ends,
         )
         for ids in (evalset.tokens_NT1[first_D[d], : 1 + prompt_D[d]] for d in chosen_D)
     ]

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from curriculum.data.chat import ChatConfig, render
+from curriculum.data.chat import ChatConfig, Template, render_question
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.gguf import fields_for_transformers
 from curriculum.model.presets import ModelConfig
@@ -206,12 +206,12 @@ def _prompt(exported: Exported) -> list[str]:
 
 def _conversation(chat: ChatConfig) -> list[str]:
     """What the template writes, and where the model's answer ends."""
-    question = "".join(text for text, _ in render([{"role": "user", "content": _QUESTION}], chat))
-    before, after = chat.around("assistant")
+    question = "".join(stretch.text for stretch in render_question(_QUESTION, Template(chat)))
+    _, after = chat.around("assistant")
     ends = f" An answer ends before `{json.dumps(after, ensure_ascii=False)}`." if after else ""
     return [
         "It was trained on conversations. The chat template writes one like this, up to where an answer begins:",
-        fenced("", question + before),
+        fenced("", question),
         f"Its roles are {', '.join(chat.roles)}.{ends}",
     ]
 

@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
-def spells_special(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
-    """Whether the template's own text contains the name of a special token, which was ordinary text in training."""
-    texts = [text for role in chat.roles for text in chat.around(role)]
-    return any(name in text for name in tokenizer.special_tokens for text in texts)
+def opens_document(tokenizer: Tokenizer) -> bool:
+    """Whether a template can begin with the token that opens a document, as conversations did in training.
 
-
-def opens_document(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
-    """Whether the template can begin with the token that opens a document, as conversations did in training.
-
-    False if the template spells a special token, which would then get that token's id. False also if the tokenizer puts
-    a space before a document, since it puts none after that token.
+    False if the tokenizer puts a space before a document, since it puts none after that token.
     """
-    return not tokenizer.prefix and not spells_special(chat, tokenizer)
+    return not tokenizer.prefix
+
+
+def ends_answer(chat: ChatConfig, tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """What closes an answer first, white space before it apart: a text, or the id of a special token.
+
+    The text is "" if only end-of-text does.
+    """
+    _, close = Template.of(chat, tokenizer.special_tokens).around("assistant")
+    for part in close:
+        if part.special:
+            return "", tokenizer.special_tokens[part.text]
+        if part.text.strip():
+            return part.text.strip(), None
+    return "".join(part.text for part in close), None
 
 
 def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
@@ -32,7 +39,7 @@ def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
 
     If `opens_document`, the bos token comes first. A role that `chat` lacks is an error.
     """
-    lines = ["{{- bos_token }}"] if opens_document(chat, tokenizer) else []
+    lines = ["{{- bos_token }}"] if opens_document(tokenizer) else []
     lines.append("{%- for message in messages %}")
     for number, role in enumerate(chat.roles):
         introduction, close = map(_quoted, chat.around(role))

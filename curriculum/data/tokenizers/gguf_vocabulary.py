@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.tokenizers.chat_template import chat_template, own_template
+from curriculum.data.tokenizers.chat_template import chat_template, ends_answer, own_template
 from curriculum.data.tokenizers.hf_definition import BLANK, DEFINITION_NAME, ParsedDefinition, byte_of, parts
 from curriculum.data.tokenizers.hf_files import CONFIG_NAME
 from curriculum.data.tokenizers.hf_writer import hf_definition
@@ -75,6 +75,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
     else:
         by_rank = {"token_scores": _scores(tokens, merges), "token_types": types}
     template = own_template(tokenizer) if chat is None else chat_template(chat, tokenizer)
+    closing = None if chat is None else ends_answer(chat, tokenizer)[1]
     return {
         "tokenizer_model": "gpt2" if parsed.is_byte_level else "llama",
         "tokenizer_pre": pre,
@@ -82,6 +83,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
         **by_rank,
         "bos_token_id": tokenizer.bos,
         "eos_token_id": tokenizer.eot,
+        **({} if closing is None else {"eot_token_id": closing}),
         **({} if parsed.unknown is None else {"unk_token_id": parsed.unknown}),
         "add_bos_token": _adds_bos(tokenizer),
         "add_eos_token": False,

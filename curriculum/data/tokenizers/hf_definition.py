@@ -71,11 +71,16 @@ class ParsedDefinition:
         return b" " if _without_prefix(self.definition) != self.definition else b""
 
     @cached_property
+    def prefixes_each(self) -> bool:
+        """Whether the prefix is put before each stretch of text between added tokens, not only before a document."""
+        components = (part for key in ("normalizer", "pre_tokenizer") for part in parts(self.definition[key]))
+        return any(map(_prefixes_each, components))
+
+    @cached_property
     def before_prefix(self) -> re.Pattern[str] | None:
         """Matches the added tokens in a text, each followed by the prefix; None if only a document gets the prefix."""
         found = sorted(filter(None, self.added_tokens.keys() - self.special_tokens.keys()), key=len, reverse=True)
-        components = (part for key in ("normalizer", "pre_tokenizer") for part in parts(self.definition[key]))
-        return re.compile("|".join(map(re.escape, found))) if found and any(map(_prefixes_each, components)) else None
+        return re.compile("|".join(map(re.escape, found))) if found and self.prefixes_each else None
 
     def text_of(self, name: str) -> bytes:
         """The text of an ordinary token."""

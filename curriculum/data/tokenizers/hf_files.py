@@ -28,12 +28,14 @@ class HfFiles:
     """A tokenizer as Hugging Face files define it.
 
     `files`: by name the content of KEPT_NAMES, as read. `eot` and `bos` are ids; `bos` is None if the files name none.
+    `stops` are the ids other than `eot` at which a text of the model ends too, such as <|eot_id|> of Llama 3.
     """
 
     files: dict[str, bytes] = field(repr=False)
     parsed: ParsedDefinition = field(repr=False)
     eot: int
     bos: int | None
+    stops: tuple[int, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -80,8 +82,8 @@ def is_hf_folder(folder: str | Path) -> bool:
 def read_hf_files(folder: str | Path) -> HfFiles:
     """The tokenizer of a Hugging Face folder.
 
-    End-of-text is the eos_token of CONFIG_NAME or MAP_NAME, else eos_token_id of generation_config.json or config.json.
-    Raises InputError that lists what is missing, damaged or not supported.
+    End-of-text is the eos_token of CONFIG_NAME or MAP_NAME, else eos_token_id of generation_config.json or config.json,
+    whose other ids are `stops`. Raises InputError that lists what is missing, damaged or not supported.
     """
     folder = Path(folder)
     expected = "a tokenizer that the `tokenizers` library reads"
@@ -97,13 +99,16 @@ def read_hf_files(folder: str | Path) -> HfFiles:
             f"nor config.json has eos_token_id; add eos_token to {CONFIG_NAME}"
         )
     bos = _named_id(folder, "bos", parsed.vocabulary, (config, named), () if config else ids)
-    return HfFiles(files, parsed, eot, bos)
+    ends = [source.get("eos_token_id") for source in ids]
+    listed = dict.fromkeys(token for tokens in ends if isinstance(tokens, list) for token in tokens)
+    known = set(parsed.vocabulary.values()) - {eot}
+    return HfFiles(files, parsed, eot, bos, tuple(token for token in listed if token in known))
 
 
-def load_hf_files(folder: Path, eot: int, bos: int | None) -> HfFiles:
-    """The tokenizer whose files `save_hf_files` wrote; its eot and bos are known already."""
+def load_hf_files(folder: Path, eot: int, bos: int | None, stops: Sequence[int]) -> HfFiles:
+    """The tokenizer whose files `save_hf_files` wrote; the rest is known already."""
     files = _files_of(folder, "the tokenizer saved with the run")
-    return HfFiles(files, _parsed(folder, files), eot, bos)
+    return HfFiles(files, _parsed(folder, files), eot, bos, tuple(stops))
 
 
 def save_hf_files(folder: Path, files: HfFiles) -> None:

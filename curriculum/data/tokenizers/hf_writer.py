@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.tokenizers.chat_template import chat_template, opens_document
 from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, byte_level_letters
 from curriculum.data.tokenizers.hf_files import CONFIG_NAME, MAP_NAME, TEMPLATE_NAME, save_hf_files
 
 if TYPE_CHECKING:
-    from curriculum.data.chat import ChatConfig
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 # Classes that transformers 5 builds from the vocabulary alone: unlike DEFINITION_NAME, they put no space before a text
@@ -41,7 +41,8 @@ def write_hf_tokenizer(
     or Llama's own becomes PreTrainedTokenizerFast, which uses DEFINITION_NAME as it stands.
 
     `chat`, the format of conversations in training, becomes the chat template and replaces one that the tokenizer came
-    with. If the template begins with bos_token, special tokens in text are special; otherwise they are ordinary text.
+    with. If the template names special tokens, bos_token included, they are special in all text; otherwise they are
+    ordinary text.
     """
     folder = Path(folder)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -62,7 +63,8 @@ def write_hf_tokenizer(
     if chat is not None:
         (folder / TEMPLATE_NAME).unlink(missing_ok=True)
         config |= {"chat_template": chat_template(chat, tokenizer)}
-        config |= {"split_special_tokens": not opens_document(chat, tokenizer)}
+        names_tokens = opens_document(tokenizer) or bool(Template.of(chat, tokenizer.special_tokens).special)
+        config |= {"split_special_tokens": not names_tokens}
     if model_max_length is not None:
         config["model_max_length"] = model_max_length
     write_json(folder / CONFIG_NAME, config)

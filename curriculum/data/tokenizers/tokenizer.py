@@ -93,6 +93,7 @@ class TokenizerFacts:
     characters: list[str] | None
     bos: int | None = None  # of kind hf: the one that its files name
     files: dict[str, str] | None = None  # of kind hf: sha256 of each
+    stops: list[int] | None = None  # of kind hf, if there are any
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +133,11 @@ class Tokenizer:
         return self.bos != self.eot
 
     @property
+    def stops(self) -> tuple[int, ...]:
+        """The ids besides `eot` that end a text of the model that a Hugging Face tokenizer came with."""
+        return () if self.hf is None else self.hf.stops
+
+    @property
     def dtype_name(self) -> str:
         """The key in DTYPES of the smallest type that holds all ids."""
         return "u16" if self.vocab_size <= 1 << 16 else "u32"
@@ -166,6 +172,7 @@ class Tokenizer:
             characters=[token.decode() for token in self.tokens if token] if self.kind == "char" else None,
             bos=None if self.hf is None else self.hf.bos,
             files=None if self.hf is None else self.hf.file_digests,
+            stops=list(self.stops) or None,
         )
 
     @cached_property
@@ -211,9 +218,14 @@ class Tokenizer:
             return [ids.astype(self.dtype) for ids in self.hf.encoder(texts, opens_document)]
         return self._encode(texts)
 
-    def puts_prefix_after(self, text: str) -> bool:
-        """Whether what follows `text` in a document is to be encoded as if it opened one."""
-        pattern = None if self.hf is None else self.hf.parsed.before_prefix
+    def puts_prefix_after(self, text: str, special: bool = False) -> bool:
+        """Whether what follows `text` in a document is to be encoded as if it opened one.
+
+        `special`: the text stands for the special token of that name.
+        """
+        if self.hf is None or special:
+            return special and self.hf is not None and self.hf.parsed.prefixes_each
+        pattern = self.hf.parsed.before_prefix
         return pattern is not None and any(found.end() == len(text) for found in pattern.finditer(text))
 
     def decode_bytes(self, ids: np.ndarray, opens_document: bool = False) -> bytes:
@@ -344,7 +356,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if facts.kind == "byte":
         tokenizer = byte_tokenizer()
     elif facts.kind == "hf":
-        tokenizer = hf_tokenizer(load_hf_files(directory / HF_FOLDER, facts.eot, facts.bos))
+        tokenizer = hf_tokenizer(load_hf_files(directory / HF_FOLDER, facts.eot, facts.bos, facts.stops or ()))
     else:
         if not 0 < facts.vocab_size <= LARGEST_VOCAB:
             raise damaged

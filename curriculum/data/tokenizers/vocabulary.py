@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.pieces import parts_of, read_pieces
 from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.sources import SourceConfig
@@ -25,7 +25,7 @@ def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: C
     if config.kind == "tiktoken":
         return tiktoken_tokenizer(config.name)
     if config.kind == "char":
-        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source, chat))
+        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source, Template(chat)))
     progress = ConsoleProgress(f"training a tokenizer of {config.vocab_size:,} ids")
     return train_bpe(_sample(sources, TRAIN_BYTES, progress, chat), config.vocab_size)
 
@@ -37,7 +37,7 @@ def _sample(sources: list[SourceConfig], limit_bytes: int, progress: Progress, c
     """
 
     def texts_of(source: SourceConfig) -> Iterator[str]:
-        return (part for piece in read_pieces(source, chat) for part in parts_of(piece.text))
+        return (part for piece in read_pieces(source, Template(chat)) for part in parts_of(piece.text))
 
     readers = {i: texts_of(source) for i, source in enumerate(sources)}
     given_bytes = dict.fromkeys(readers, 0)
