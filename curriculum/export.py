@@ -31,6 +31,7 @@ from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import Weights, chosen_again, find_weights, ledger_beside
+from curriculum.schema.adaptation import chat_of
 from curriculum.views.model_card import Exported, model_card
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def export(
     if target is not None and architecture != begun_with:
         target = _target(directory, kind, dtype, architecture)
     if target is not None:
-        target = replace(target, chat=_chat_of(directory, ledger, step))
+        target = replace(target, chat=chat_of(directory.resolved(), ledger, step))
 
     arrays = _parameters(directory, saved, architecture, ledger["lineage"] if merge else None)
     if spoilt := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
@@ -209,18 +210,6 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
         )
     base = resolved["adaptation"]["init_from"] if kind == "peft" else None
     return _Target(Run(directory, resolved, []).name, config, tokenizer, hf_config, base)
-
-
-def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> ChatConfig | None:
-    """How the conversations were rendered that the first `step` updates read; None if they read none.
-
-    A source of format completion does not count: nothing tells whether its rows are conversations.
-    """
-    resolved = directory.resolved()
-    read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
-    if all(resolved["sources"].get(name, {}).get("format") != "messages" for name in read):
-        return None
-    return ChatConfig(**resolved["chat"])
 
 
 def _write(

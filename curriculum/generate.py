@@ -13,8 +13,10 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.errors import InputError, check_several
 from curriculum.run import DEFAULT_STORE_DIR, load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.sampling import Sampling
 from curriculum.saved_weights import chosen_again, find_saved
+from curriculum.schema.adaptation import chat_of
 
 if TYPE_CHECKING:
     from curriculum.model.continuation import Generation, NewText, Prompt
@@ -24,13 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's parameters and the generator that draws text with them; `chat` is the run's chat template."""
+    """A checkpoint's parameters and the generator that draws text with them.
+
+    `chat` is the template of the conversations that it was trained on, the config's if `knows_chat` is false.
+    """
 
     step: int
     generator: Generator
     params: Any
     warnings: tuple[str, ...]
     chat: ChatConfig
+    knows_chat: bool
 
     def until_answered(self, sampling: Sampling) -> Sampling:
         """The settings with which a continuation ends where the chat template closes an answer."""
@@ -109,7 +115,8 @@ def load_generator(
     trained = load_trained(saved, store_dir)
     warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each device holds all parameters",)
     generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
-    return Loaded(saved.step, generator, trained.params, warnings, config.chat)
+    chat = chat_of(RunDirectory(Path(run)).resolved(), saved.ledger, saved.step)
+    return Loaded(saved.step, generator, trained.params, warnings, chat or config.chat, chat is not None)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:

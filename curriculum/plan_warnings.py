@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from curriculum.config import Config, config_from_json
 from curriculum.data.corpus import find_trained_on
 from curriculum.data.split import parse_share
 from curriculum.data.tokenizers.tokenizer import Tokenizer
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
@@ -181,13 +182,18 @@ def _shapes_that_do_nothing(config: Config) -> Iterator[str]:
 def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None) -> Iterator[str]:
     """A warning for each eval set with documents that the run of `adaptation.init_from` was trained on.
 
-    And one if that cannot be told, as the text of that run has changed or is not prepared here. Raises InputError if
-    the run is gone.
+    And one if that cannot be told, as the text of that run has changed or is not prepared here; and one if it was
+    trained on conversations by another template. Raises InputError if the run is gone.
     """
     given = config.adaptation.init_from
     base = None if given is None or tokenizer is None else find_base(given)
     if not isinstance(base, Base):
         return
+    reads_turns = any(source.format == "messages" for source in config.sources.values())
+    if reads_turns and base.chat not in (None, config.chat):
+        ours, its = asdict(config.chat), asdict(base.chat)
+        changed = [f"chat.{role} is {shown(its[role])} there" for role in its if ours[role] != its[role]]
+        yield f"conversations are written by another template than {given} was trained with: {'; '.join(changed)}"
     streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}
     try:
         own = {section: base.config[section] for section in config.to_json()}

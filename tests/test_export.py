@@ -16,12 +16,15 @@ from written_run import command, write_run
 
 from curriculum.cli.options import step_text
 from curriculum.config import build_config
+from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.export import export, load_exported
+from curriculum.generate import load_generator
 from curriculum.model.formats.hf_config import read_hf_config
 from curriculum.model.formats.safetensors_writer import rounded_all, save_arrays, write_safetensors
+from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
@@ -552,6 +555,52 @@ def test_what_saw_no_conversation_has_no_template(chat_run, run, tmp_path):
         export(source, folder, format="hf", step=step)
         assert exported_template(folder) is None
         assert "Once upon a time" in (folder / "README.md").read_text()
+
+
+def test_a_run_that_begins_from_one_that_knows_conversations_knows_its_template(
+    chat_run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path)
+    model = load_run(chat_run).config.to_json()["model"]
+    of_text = {"adaptation": {"init_from": str(chat_run / "checkpoints/4")}, "model": model}
+    tiny_train(tmp_path, Path("text"), **of_text)
+    chat = {"system": CHATML.system, "user": "Q: {content}\n", "assistant": "A: {content}\n", "tool": None}
+    lineage = load_run("text").start["lineage"]
+    assert lineage["chat"] == chat
+    tiny_train(tmp_path, Path("later"), adaptation={"init_from": "text"}, model=model)
+    export("later", "hf", format="hf", step="latest")
+    export(chat_run, "of_base", format="hf", step=4)
+    assert exported_template(Path("hf")) == exported_template(Path("of_base")) is not None
+    assert load_generator("later", step="latest").chat == ChatConfig(**chat)
+    assert load_generator("later", step="latest").knows_chat
+    untaught = load_generator(chat_run, step=2)  # before the first conversation
+    assert untaught.chat == ChatConfig(**chat) and not untaught.knows_chat
+    tiny_train(tmp_path, Path("untaught"), adaptation={"init_from": str(chat_run / "checkpoints/2")}, model=model)
+    assert "chat" not in load_run("untaught").start["lineage"]
+
+    talks = {"path": str(chat_run.parent / "talks.jsonl"), "format": "messages", "held_out": 0}
+    train_on = {
+        "sources": {"talks": talks, "web": {"path": "web.jsonl", "held_out": "20%"}},
+        "phases": [{"name": "a", "until": "end", "mixture": {"talks": 1.0}}],
+        "evalsets": {"primary": {"held_out_of": "web"}},
+        **of_text,
+    }
+    other = {"user": "U: {content}\n", "assistant": chat["assistant"]}
+    for name, given, warns in (
+        ("inherits", {}, False),
+        ("same", {"chat": chat}, False),
+        ("other", {"chat": other}, True),
+    ):
+        tiny_train(tmp_path, Path(name), **train_on, **given)
+        run = load_run(name)
+        assert run.config.chat.user == ("U: {content}\n" if name == "other" else chat["user"])
+        of_base = f"conversations are written by another template than {chat_run / 'checkpoints/4'} was trained with: "
+        warned = [w for w in run.start["warnings"] if "another template" in w]
+        assert warned == [of_base + r'chat.user is "Q: {content}\n" there'] * warns
+    longer = {"steps": 14, "batch_size": 4, "seq_len": 32}
+    tiny_train(tmp_path, Path("inherits"), resume=10, **train_on, train=longer)
+    assert load_run("inherits").config.chat.user == chat["user"]
 
 
 def test_biases_of_query_key_and_value_go_out_as_a_class_that_keeps_the_tokenizer(tmp_path):

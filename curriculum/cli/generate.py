@@ -85,7 +85,10 @@ def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_di
 
     loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir)
     tell_untrained(loaded.step, step)
-    for warning in loaded.warnings:
+    warnings = list(loaded.warnings)
+    if chat and not loaded.knows_chat:
+        warnings.append(f"{run} was trained on no source of format messages; it is asked by its section chat")
+    for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
     started = time.perf_counter()
     sampling = loaded.until_answered(sampling) if chat else sampling
@@ -93,7 +96,7 @@ def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_di
     if as_json:
         whole = {piece.index: piece.whole.to_json() for piece in pieces if piece.whole}
         told = {"run": str(run), "step": loaded.step, "weights": weights, "sampling": asdict(sampling)}
-        told |= {"generations": [whole[index] for index in range(len(prompts))], "warnings": list(loaded.warnings)}
+        told |= {"generations": [whole[index] for index in range(len(prompts))], "warnings": warnings}
         print_json(told)
         return
     generations, first_s = _show(pieces, [f"{prompt}\n" for prompt in prompts] if chat else prompts, started)

@@ -9,11 +9,12 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
 from curriculum.errors import InputError, no_such_path, shown
 from curriculum.find_checkpoint import architecture_at, find_checkpoint, read_ledger, undamaged
@@ -93,8 +94,14 @@ class Base:
             "step": self.step,
             "mixture": self._mixture,
             "keep_optimizer": keep_optimizer,
+            **({} if self.chat is None else {"chat": asdict(self.chat)}),
             "lineage": self.ledger["lineage"],
         }
+
+    @property
+    def chat(self) -> ChatConfig | None:
+        """`chat_of` the checkpoint."""
+        return chat_of(self.config, self.ledger, self.step)
 
     @property
     def _mixture(self) -> dict[str, float] | None:
@@ -122,6 +129,19 @@ class HfBase:
             "keep_optimizer": keep_optimizer,
             "lineage": None,
         }
+
+
+def chat_of(resolved: Mapping[str, Any], ledger: Mapping[str, Any], step: int) -> ChatConfig | None:
+    """The template of the conversations that a run's parameters after `step` updates were trained on; None: of none.
+
+    If the run itself read none, that of those that the runs read from which it began. A source of format completion
+    does not count: nothing tells whether its rows are conversations.
+    """
+    read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
+    if any(resolved["sources"].get(name, {}).get("format") == "messages" for name in read):
+        return ChatConfig(**resolved["chat"])
+    inherited = (ledger["lineage"] or {}).get("chat")
+    return None if inherited is None else ChatConfig(**inherited)
 
 
 def find_base(init_from: str | os.PathLike, part: str | tuple[str, ...] = "ledger/") -> Base | HfBase:
@@ -163,7 +183,8 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
         )
     if (path / "adapter_config.json").is_file() and not (path / HF_CONFIG).is_file():
         raise InputError(
-            f"{given!r} holds adapters alone, which are not read; export the run with --merge, or begin from it"
+            f"{given!r} holds adapters alone, which are not read; export the run with --merge, and begin from "
+            "that folder"
         )
     if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
         return _hf_base(_as_given(path, given), given)

@@ -22,7 +22,8 @@ INHERITED = ("model", "tokenizer")  # sections that a config may leave out if it
 class Heritage:
     """The `model` and `tokenizer` sections that a config inherits from a run or a folder, and must not contradict.
 
-    The config may pad the vocabulary of a folder's model, and with rope have another `max_seq_len`.
+    The config may pad the vocabulary of a folder's model, and with rope have another `max_seq_len`. `sections` has
+    `chat` too if a run was trained on conversations; the config may have another.
     """
 
     run: str  # as messages name it
@@ -82,7 +83,7 @@ def heritage(init_from: str, own: RunDirectory | None) -> Heritage:
     if own is not None:
         resolved = own.resolved()
         if same_place(resolved["adaptation"]["init_from"], init_from) and own.tokenizer.exists():
-            sections = {name: resolved[name] for name in INHERITED}
+            sections = {name: resolved[name] for name in (*INHERITED, "chat")}
             # How the model computes is not what the config last said of it. A base with a model of its own has no such
             # section.
             inherited = resolved["derived"].get("inherited_model")
@@ -99,6 +100,8 @@ def heritage(init_from: str, own: RunDirectory | None) -> Heritage:
     if model is not None and architecture != base.ledger["model"]:  # a phase changed it
         model = model | {"rope_theta": architecture["rope_theta"]}
     sections = {"model": model, "tokenizer": asdict(TokenizerConfig(kind, path=path))}
+    if base.chat is not None:
+        sections["chat"] = asdict(base.chat)
     return _heritage_of(base.directory, sections, architecture)
 
 
