@@ -471,7 +471,7 @@ def test_columnar_rows_are_conversations(tmp_path, kind):
         ({"format": "messages"}, {"messages": "x"}, "'messages' holds text; expected a list of messages"),
         ({"format": "messages"}, {"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'; expected system, user, assistant"),
         ({"format": "messages", "text_key": "prompt"}, {"prompt": [{"role": "user"}]}, "prompt[0] has no key 'content'; found 'role'"),
-        ({"format": "messages"}, {"messages": []}, "no answer, so nothing to score; expected an assistant turn or a completion that is not empty; remove it"),
+        ({"format": "messages"}, {"messages": []}, "no answer, so nothing to score; expected an assistant turn (without weight: 0) or a completion that is not empty; remove it"),
         ({"format": "messages"}, {"messages": [{"role": "user", "content": "x"}]}, "no answer"),
         ({"format": "completion"}, {"prompt": "x", "completion": ""}, "no answer"),
         ({"format": "completion"}, {"prompt": "x", "completion": []}, "'prompt' holds text and 'completion' a list; expected"),

@@ -132,3 +132,19 @@ def test_options_of_what_the_file_has_no_more_are_dropped_and_told(tmp_path):
     for option in gone:
         with pytest.raises(InputError, match="expected exactly one of|needs exactly one of|got '[cd]'"):
             load_config(tmp_path / "c.yaml", [option.removeprefix("--set ")], remembered=gone, check_paths=False)
+
+
+def test_null_drops_an_eval_set_that_an_earlier_option_added(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(FILE)
+    both = ("--eval-dataset-dir law=gone", "--eval-dataset-dir code=there")
+    null = "evalsets.sets.law=null"
+    for remembered, overrides in ((both, [null]), ((*both, f"--set {null}"), [])):
+        config = load_config(path, overrides, remembered=remembered, check_paths=False)
+        assert list(config.eval_sources) == ["primary", "code"] and list(config.to_json()["evalsets"]["sets"]) == [
+            "code"
+        ]
+    again = load_config(path, remembered=(*both, f"--set {null}"), eval_dataset_dirs=["law=new"], check_paths=False)
+    assert again.eval_sources["law"].path == "new"
+    with pytest.raises(InputError, match="evalsets.primary: got null, expected a mapping"):
+        load_config(path, ["evalsets.primary=null"], check_paths=False)

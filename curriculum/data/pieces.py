@@ -101,8 +101,8 @@ def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str)
     """A rendered conversation in pieces, one for each stretch; raises InputError if none of them is scored."""
     if not any(stretch.scored for stretch in stretches):
         raise InputError(
-            f"{where}: no answer, so nothing to score; expected an assistant turn or a completion that is not empty; "
-            "remove it from the data"
+            f"{where}: no answer, so nothing to score; expected an assistant turn (without weight: 0) or a "
+            "completion that is not empty; remove it from the data"
         )
     last = len(stretches) - 1
     for number, (text, scored, special) in enumerate(stretches):

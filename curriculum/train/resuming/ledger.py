@@ -229,7 +229,8 @@ def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[s
         settings = [path for path in paths if path in changed]
         yield from ((path, changed[path]) for path in settings)
         if not settings:
-            fix = "restore it" if name == PRIMARY else "restore it, or add it under another name"
+            anew = f", add it under another name, or measure it no longer: {place_of(name)}=null"
+            fix = f"restore it{'' if name == PRIMARY else anew}"
             yield place_of(name), f"is not the set that the run measured under this name; {fix}"
 
 
