@@ -1,5 +1,6 @@
 """The command as a person meets it: exit codes, messages, no traceback, nothing left behind."""
 
+import errno
 import gc
 import json
 import os
@@ -390,6 +391,7 @@ def test_help_tells_the_commands():
 def test_an_interrupt_that_cannot_be_raised_is_not_lost():
     """Python drops what is raised in a callback of the garbage collector, of which jax has one."""
     code = """
+import errno
 import gc
 from curriculum.cli import main
 def collected(phase, about):
@@ -483,6 +485,17 @@ def test_an_output_that_the_disk_does_not_take_exits_with_2(folder):
         )
     told = "cannot write: No space left on device; free disk space, or write to another place"
     assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
+
+
+def test_a_folder_that_may_not_be_entered_exits_with_2(folder, monkeypatch):
+    def locked(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", locked)  # root may enter any
+    done = run(folder, "plan", "c.yaml", "--init-from", ".")
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+    assert done.stderr.endswith(": Permission denied; grant the permission, or name another path\n")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("variable", ["JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64"])

@@ -149,6 +149,10 @@ def run_command() -> None:
         if not (variable := _JAX_VARIABLE.search(str(error))):
             raise
         _refuse([f"{variable[1].upper()}: jax cannot start: {error}; mend or unset this environment variable"])
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        _refuse([f"{error.filename}: {error.strerror}; grant the permission, or name another path"])
     except OSError as error:
         if not is_disk_error(error) or error.filename is not None:
             raise
