@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
 from typing import Any
@@ -29,7 +29,6 @@ from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_by_text, paired_difference
 from evalsets.student import student_quantile
-from evalsets.summary import RECORDED
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
@@ -76,19 +75,17 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
     shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
     common = shortest if asked is None else asked
-    counting = {}
     for side in sides:
         of_base = side.name in base_steps
         most = base_steps[side.name] if of_base else common if side in sharing else math.inf
-        counting[side] = _last_points(side, "step" if of_base else at, most)
-        if not counting[side]:
+        side.take_last("step" if of_base else at, most)
+        if not side.last:
             unit = "tokens" if at == "tokens" and not of_base else "steps"
             why = ", where another run begins" if of_base else ", where another run ends" if asked is None else ""
             raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
 
-    sets = _compared_sets(sides, counting, begun)
-    by_text, refused, only = _compared_by_text(sides, counting, begun)
-    sets += by_text
+    by_text, refused, only = _compared_by_text(sides, begun)
+    sets = [*_compared_sets(sides, begun), *by_text]
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
@@ -101,11 +98,11 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
             {
                 "name": side.name,
                 "path": str(side.run.directory.path),
-                "step": max(p.step for p in last.values()),
-                "tokens": max(p.tokens for p in last.values()),
+                "step": max(p.step for p in side.last.values()),
+                "tokens": max(p.tokens for p in side.last.values()),
                 "finished": side.run.complete is not None,
             }
-            for side, last in counting.items()
+            for side in sides
         ),
         sets=tuple(sets),
         refused=refused,
@@ -121,42 +118,46 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     )
 
 
-def _compared_sets(
-    sides: Sequence[_Side], counting: Mapping[_Side, Mapping[str, EvalPoint]], begun: Iterable[Mapping[str, Any]]
-) -> list[ComparedSet]:
-    """Each text that two or more runs measured; `counting` has the evals that enter the comparison."""
-    sets = []
-    for group in same_text([{name: side.hashes[name] for name in last} for side, last in counting.items()]):
+def _compared_sets(sides: Sequence[_Side], begun: Iterable[Mapping[str, Any]]) -> Iterator[ComparedSet]:
+    """Each text that two or more runs measured."""
+    for group in same_text([{name: side.hashes[name] for name in side.last} for side in sides]):
         (first, name), *others = [(sides[i], name) for i, name in group.items()]
-        if not others:
-            continue
-        before = counting[first][name]
-        measured = [_measured(first, name, before)]
-        for side, its_name in others:
-            now = counting[side][its_name]
-            between = _difference(side, its_name, now, first, name, before)
-            verdict = _verdict(side.name, first.name, now, before, between, begun)
-            measured.append(_measured(side, its_name, now, between, verdict))
-        sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
-    return sets
+        if others:
+            found = [(side, own, _difference(side, own, first, name)) for side, own in others]
+            yield _compared_set(first, name, found, begun, NATS)
+
+
+def _compared_set(
+    first: _Side,
+    name: str,
+    others: Iterable[tuple[_Side, str, Difference]],
+    begun: Iterable[Mapping[str, Any]],
+    unit: str,
+) -> ComparedSet:
+    """A set of the first run, and that of each other one under its own name there."""
+    measured = [_measured(first, name)]
+    for side, own, between in others:
+        verdict = _verdict(side.name, first.name, side.last[own], first.last[name], between, begun, unit)
+        measured.append(_measured(side, own, between, verdict))
+    return ComparedSet(name, first.hashes[name], tuple(measured), unit)
 
 
 def _compared_by_text(
-    sides: Sequence[_Side], counting: Mapping[_Side, Mapping[str, EvalPoint]], begun: Iterable[Mapping[str, Any]]
+    sides: Sequence[_Side], begun: Iterable[Mapping[str, Any]]
 ) -> tuple[list[ComparedSet], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
     """The names under which windows differ, as far as documents are shared; `refused` and `only` of `ComparedRuns`."""
     sets, refused, only = [], {}, {}
-    for name in dict.fromkeys(name for last in counting.values() for name in last):
-        first, *others = having = [side for side in sides if name in counting[side]]
+    for name in dict.fromkeys(name for side in sides for name in side.last):
+        first, *others = having = [side for side in sides if name in side.last]
         texts = {side.hashes[name] for side in having} - {None}
-        holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in counting[s])]
+        holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in s.last)]
         if len(holding) < len(sides):
             only[name] = tuple(side.name for side in holding)
         different = [s for s in others if s.hashes[name] is None or s.hashes[name] != first.hashes[name]]
         if not different:
             continue
-        told = [s for s in having if s.hashes[name] and s.windows(name, counting[s][name]).text_N is not None]
-        compared = _by_text(name, told, counting, begun)
+        told = [s for s in having if s.hashes[name] and s.windows(name, s.last[name]).text_N is not None]
+        compared = _by_text(name, told, begun)
         sets += compared
         together = {m.run for of_name in compared for m in of_name.runs}
         if whys := [_refusal(first, s, name, told) for s in different if not {first.name, s.name} <= together]:
@@ -164,28 +165,15 @@ def _compared_by_text(
     return sets, refused, only
 
 
-def _by_text(
-    name: str,
-    told: Sequence[_Side],
-    counting: Mapping[_Side, Mapping[str, EvalPoint]],
-    begun: Iterable[Mapping[str, Any]],
-) -> list[ComparedSet]:
+def _by_text(name: str, told: Sequence[_Side], begun: Iterable[Mapping[str, Any]]) -> list[ComparedSet]:
     """Of the runs that tell documents apart, one and those with other windows than it, but documents of it.
 
     That one is the first for which there are such runs; [] if there is none.
     """
     for position, first in enumerate(told):
-        before, measured = counting[first][name], []
-        for side in told[position + 1 :]:
-            now = counting[side][name]
-            if side.hashes[name] == first.hashes[name]:
-                continue
-            if between := _difference_by_text(side, now, first, before, name):
-                verdict = _verdict(side.name, first.name, now, before, between, begun, BITS)
-                measured.append(_measured(side, name, now, between, verdict))
-        if measured:
-            runs = (_measured(first, name, before), *measured)
-            return [ComparedSet(name, first.hashes[name], runs, BITS)]
+        others = [side for side in told[position + 1 :] if side.hashes[name] != first.hashes[name]]
+        if found := [(side, name, d) for side in others if (d := _difference_by_text(side, first, name))]:
+            return [_compared_set(first, name, found, begun, BITS)]
     return []
 
 
@@ -203,18 +191,25 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({long[: i + 1].count(name)})" if long.count(name) > 1 else name for i, name in enumerate(long)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Side:
     """A run under its name in the comparison, with the evals and the content hash of each set.
 
-    Evals are those of the raw parameters, not of their averages. A hash is None if the record has none.
+    Evals are those of the raw parameters, not of their averages. A hash is None if the record has none. `last` are the
+    evals that enter the comparison, by set.
     """
 
     name: str
     run: Run
     points: dict[str, list[EvalPoint]]
     hashes: dict[str, str | None]
+    last: dict[str, EvalPoint] = field(default_factory=dict)
     _files: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)  # by step: each is read once
+
+    def take_last(self, at: str, most: float) -> None:
+        """Take the last eval of each set at or before `most` tokens or steps; sets without one are left out."""
+        before = {name: [p for p in of_set if getattr(p, at) <= most] for name, of_set in self.points.items()}
+        self.last = {name: of_set[-1] for name, of_set in before.items() if of_set}
 
     def windows(self, name: str, point: EvalPoint) -> WindowResults:
         """The windows of a set at an eval. Raises InputError if they are not on file."""
@@ -242,25 +237,9 @@ def _side(name: str, run: Run) -> _Side:
     return _Side(name, run, points, content_hashes(run.events, points))
 
 
-def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
-    """The last eval of each set at or before `most` tokens or steps; sets without one are left out."""
-    before = {name: [p for p in of_set if getattr(p, at) <= most] for name, of_set in side.points.items()}
-    return {name: of_set[-1] for name, of_set in before.items() if of_set}
-
-
-def _measured(
-    side: _Side, name: str, point: EvalPoint, between: Difference | None = None, verdict: str | None = None
-) -> RunOnSet:
-    metrics = {metric: getattr(point, metric) for metric in RECORDED}
-    return RunOnSet(
-        run=side.name,
-        set=name,
-        step=point.step,
-        tokens=point.tokens,
-        difference=between,
-        verdict=verdict,
-        **metrics,
-    )
+def _measured(side: _Side, name: str, between: Difference | None = None, verdict: str | None = None) -> RunOnSet:
+    of_eval = {key: value for key, value in vars(side.last[name]).items() if key != "phase"}
+    return RunOnSet(run=side.name, set=name, difference=between, verdict=verdict, **of_eval)
 
 
 def _refusal(first: _Side, other: _Side, name: str, told: Sequence[_Side]) -> str:
@@ -278,7 +257,8 @@ def _refusal(first: _Side, other: _Side, name: str, told: Sequence[_Side]) -> st
     return f"{measured}: they share no document"
 
 
-def _difference(side: _Side, name: str, now: EvalPoint, first: _Side, first_name: str, before: EvalPoint) -> Difference:
+def _difference(side: _Side, name: str, first: _Side, first_name: str) -> Difference:
+    now, before = side.last[name], first.last[first_name]
     ours, theirs = side.windows(name, now), first.windows(first_name, before)
     if not np.array_equal(ours.tokens_N, theirs.tokens_N):
         title = set_title({first.name: first_name, side.name: name})
@@ -302,9 +282,10 @@ def _in_interval(
     return Difference(against, delta, sem, (delta - half, delta + half), kind, num_clusters, share)
 
 
-def _difference_by_text(side: _Side, now: EvalPoint, first: _Side, before: EvalPoint, name: str) -> Difference | None:
+def _difference_by_text(side: _Side, first: _Side, name: str) -> Difference | None:
     """The difference over the documents that both measured, in bits per byte; None if they share none."""
-    if (found := paired_by_text(side.windows(name, now), first.windows(name, before))) is None:
+    ours, theirs = (of_run.windows(name, of_run.last[name]) for of_run in (side, first))
+    if (found := paired_by_text(ours, theirs)) is None:
         return None
     return _in_interval(first.name, found.delta, found.sem, "documents", found.num_documents, found.share)
 
@@ -316,7 +297,7 @@ def _verdict(
     before: EvalPoint,
     between: Difference,
     begun: Iterable[Mapping[str, Any]],
-    unit: str = NATS,
+    unit: str,
 ) -> str:
     """The difference on one set in one sentence that can stand alone."""
     points = {run: now, against: before}
