@@ -36,7 +36,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
         if not NAME.fullmatch(name)
     ]
 
-    def look_up(name: str, path: str, within: tuple[str, ...]) -> Any:
+    def look_up(name: str, path: str, within: tuple[str, ...], depth: int) -> Any:
         if name in within:
             circle = " -> ".join([*within[within.index(name) :], name])
             raise _Problem(path, f"variables use each other in a circle: {circle}")
@@ -48,37 +48,32 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise _Problem(path, f"no such variable: {name!r}{hint} (variables: {', '.join(known) or 'none'})")
             here = here[part]
-        return replaced(here, path, (*within, name))
+        return replaced(here, path, (*within, name), depth)
 
-    num_values = depth = 0
+    num_values = 0
 
-    def replaced(value: Any, path: str, within: tuple[str, ...] = ()) -> Any:
-        nonlocal num_values, depth
-        num_values, depth = num_values + bool(within), depth + 1  # values outside of variables are finite in number
+    def replaced(value: Any, path: str, within: tuple[str, ...] = (), depth: int = 1) -> Any:
+        nonlocal num_values
+        num_values += bool(within)  # values outside of variables are finite in number
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
             raise _Endless
-        try:
-            return replaced_within(value, path, within)
-        finally:
-            depth -= 1
-
-    def replaced_within(value: Any, path: str, within: tuple[str, ...]) -> Any:
+        below = within, depth + 1
         if isinstance(value, dict):
-            return {key: replaced(item, f"{path}.{key}" if path else key, within) for key, item in value.items()}
+            return {key: replaced(item, f"{path}.{key}" if path else key, *below) for key, item in value.items()}
         if isinstance(value, list):
-            return [replaced(item, f"{path}[{i}]", within) for i, item in enumerate(value)]
+            return [replaced(item, f"{path}[{i}]", *below) for i, item in enumerate(value)]
         if not isinstance(value, str):
             return value
 
         def text_of(match: re.Match) -> str:
-            found = look_up(match[1], path, within)
+            found = look_up(match[1], path, *below)
             if isinstance(found, dict | list | bool) or found is None:
                 raise _Problem(path, f"variable {match[1]!r} is neither text nor a number: it cannot be used in text")
             return numbers.get(f"variables.{match[1]}", str(found))
 
         try:
             if match := _WHOLE.fullmatch(value):
-                return look_up(match[1] or match[2], path, within)
+                return look_up(match[1] or match[2], path, *below)
             text = _INSIDE.sub(text_of, value)
             if _LEFT_OVER.search(text):
                 raise _Problem(path, f"got {value!r}, which uses no variable; inside text write ${{variables.x}}")
