@@ -223,31 +223,34 @@ class Console:
             at = f"at step {event['total_steps']} of {event['train_steps']}"
             yield f"  ended early  {at}: a source with on_exhaust: stop has been read max_epochs times"
         yield from self._longer(early)
-        val_loss = number(event["final_val_loss"])
-        if event["gold_step"] is None and val_loss is not None and not math.isfinite(val_loss):
-            yield f"  deploy       nothing: val is {loss(val_loss)}, and the run has no gold checkpoint"
-        elif event["gold_step"] is None and self._blocked is not None and self._blocked["guard"] == "start":
-            yield "  deploy       nothing: the last eval was no better than before training, and none before it is gold"
-            yield f"               ({verdict(self._blocked)})"
-        elif event["gold_step"] is None:
-            yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
-            if self._blocked is not None:
-                yield f"               ({verdict(self._blocked)})"
-        else:
-            yield f"  deploy       {self._run_dir / 'gold' / str(event['gold_step'])} (gold, {_gold(event)})"
-            if event["gold_step"] == 0:
-                yield "               (the run's initial parameters: no later eval was lower and passed every guard;"
-                yield "               eval and export take another checkpoint with --step, such as latest)"
-                if self._blocked is not None:
-                    yield f"               ({verdict(self._blocked)})"
-                    if self._blocked["guard"] in ("regression", "limit"):
-                        yield "               (evalsets.gold.subject_to says how far each other set may rise)"
-            elif self._blocked is not None:
-                yield f"               ({verdict(self._blocked)})"
+        deploy, why = self._to_deploy(event)
+        yield f"  deploy       {deploy}"
+        yield from (f"{'':15}{line}" for line in why)
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
             yield f"               {tensorboard_link(self._run_dir)}"
+
+    def _to_deploy(self, event: dict[str, Any]) -> tuple[str, list[str]]:
+        """What to deploy, and lines on why it is that and no other."""
+        gold, val_loss = event["gold_step"], number(event["final_val_loss"])
+        guard = self._blocked and self._blocked["guard"]
+        blocked = [f"({verdict(self._blocked)})"] if self._blocked else []
+        if gold is None and val_loss is not None and not math.isfinite(val_loss):
+            return f"nothing: val is {loss(val_loss)}, and the run has no gold checkpoint", []
+        if gold is None and guard == "start":
+            return "nothing: the last eval was no better than before training, and none before it is gold", blocked
+        if gold is None:
+            return f"{self._checkpoint} (the latest; the run has no gold checkpoint)", blocked
+        if gold == 0:
+            if guard in ("regression", "limit"):
+                blocked.append("(evalsets.gold.subject_to says how far each other set may rise)")
+            blocked = [
+                "(the run's initial parameters: no later eval was lower and passed every guard;",
+                "eval and export take another checkpoint with --step, such as latest)",
+                *blocked,
+            ]
+        return f"{self._run_dir / 'gold' / str(gold)} (gold, {_gold(event)})", blocked
 
     def _longer(self, early: bool) -> Iterator[str]:
         """The lines on how to train a complete run for longer; `early`: an exhausted source ended it."""
