@@ -94,10 +94,6 @@ def _check_readable(path, location):
         yield path, f"{location!r} cannot be read; check its permissions"
 
 
-def _check_schedule(v):
-    yield from check_phases(v["phases"], v["sources"])
-
-
 def _check_evalsets(v):
     section = v["evalsets"]
     spelt: dict[str, str] = {}
@@ -251,17 +247,9 @@ def _check_deterministic(v):
         yield "train.deterministic", "got false with model.dropout 0, expected a dropout above 0, true or null"
 
 
-def _check_optim(v):
-    yield from _below("optim", [*check_rates(v["optim"]), *v["optim"].problems()])
-
-
 def _check_optimizer(v):
     if v["optim"].name not in OPTIMIZERS:
         yield "optim.name", no_rule(v["optim"].name)
-
-
-def _check_mesh(v):
-    yield from _below("mesh", v["mesh"].problems())
 
 
 def _check_axes(v):
@@ -280,10 +268,6 @@ def _check_tied(v):
     if chosen and (model := model_of(v)) is not None and not model.tie_embeddings:
         message = "the model has a separate head, not tied to the embedding (model.tie_embeddings: false)"
         yield "optim.muon.allow_tied_embed", f"{message}; leave it out, or set allow_all_2d"
-
-
-def _check_model(v):
-    yield from _below("model", model_problems(v["model"], known_vocab_size(v)))
 
 
 def _check_logging(v):
@@ -310,7 +294,7 @@ CHECKS = [
     *SHAPE_CHECKS,
     ({"name"}, _check_name),
     ({"sources"}, _check_sources),
-    ({"phases", "sources"}, _check_schedule),
+    ({"phases", "sources"}, lambda v: check_phases(v["phases"], v["sources"])),
     ({"evalsets"}, _check_evalsets),
     ({"evalsets", "sources"}, _check_held_out),
     ({"adaptation", "sources"}, _check_adaptation),
@@ -320,12 +304,12 @@ CHECKS = [
     ({"evalsets"}, _check_gold),
     ({"train"}, _check_skip_updates),
     ({"train", "model"}, _check_deterministic),
-    ({"optim"}, _check_optim),
-    ({"mesh"}, _check_mesh),
+    ({"optim"}, lambda v: _below("optim", [*check_rates(v["optim"]), *v["optim"].problems()])),
+    ({"mesh"}, lambda v: _below("mesh", v["mesh"].problems())),
     ({"mesh", "model", "tokenizer"}, _check_axes),
     ({"logging"}, _check_logging),
     ({"logging", "evalsets"}, _check_generate),
-    ({"model", "tokenizer"}, _check_model),
+    ({"model", "tokenizer"}, lambda v: _below("model", model_problems(v["model"], known_vocab_size(v)))),
     ({"model", "tokenizer", "optim"}, _check_tied),
 ]
 PATH_CHECKS = [

@@ -67,10 +67,6 @@ def _check_micro_steps(v):
             yield cut.accum_path, f"got {cut.grad_accum}, {expected}"
 
 
-def _check_rows(v):
-    yield from row_problems(v["train"], v.get("phases") or (), v["mesh"].row_shards)
-
-
 def with_seq_len(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of a config; if train has no seq_len but every phase has one, train gets the longest of them."""
     train, phases = data.get("train"), data.get("phases")
@@ -79,10 +75,6 @@ def with_seq_len(data: Mapping[str, Any]) -> dict[str, Any]:
         if all(type(length) is int and length > 1 for length in lengths):
             return {**data, "train": {**train, "seq_len": max(lengths)}}
     return dict(data)
-
-
-def _check_blocks(v):
-    yield from check_lengths(v["phases"], v["train"].seq_len)
 
 
 def _check_positions(v):
@@ -125,7 +117,7 @@ def _check_rope_theta(v):
 
 
 def model_of(v) -> ModelConfig | None:
-    """The model that the section describes, None if it is inconsistent, which `_check_model` reports.
+    """The model that the section describes, None if it is inconsistent, which a check reports.
 
     A vocabulary that is not known yet counts as a large one.
     """
@@ -139,10 +131,12 @@ def known_vocab_size(v) -> int | None:
     return {"byte": 257, "bpe": tokenizer.vocab_size}.get(tokenizer.kind)
 
 
-ROW_CHECKS = [({"mesh", "train"}, _check_rows)]  # of a run that goes on, only phases ahead count
+ROW_CHECKS = [  # of a run that goes on, only phases ahead count
+    ({"mesh", "train"}, lambda v: row_problems(v["train"], v.get("phases") or (), v["mesh"].row_shards)),
+]
 SHAPE_CHECKS = [
     ({"train"}, _check_micro_steps),
-    ({"phases", "train"}, _check_blocks),
+    ({"phases", "train"}, lambda v: check_lengths(v["phases"], v["train"].seq_len)),
     ({"phases", "tokenizer"}, _check_rope_theta),
     ({"model", "tokenizer", "train", "evalsets"}, _check_positions),
 ]
