@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
 import types
 import typing
@@ -33,15 +34,10 @@ class Limits(NamedTuple):
 
     def broken_by(self, number: float) -> str | None:
         """The first bound that the number breaks, in words, or None. NaN breaks any bound."""
-        of = type(number)
-        if self.le is not None and not number <= self.le:
-            return f"at most {of(self.le)}"
-        if self.lt is not None and not number < self.lt:
-            return f"less than {of(self.lt)}"
-        if self.ge is not None and not number >= self.ge:
-            return f"at least {of(self.ge)}"
-        if self.gt is not None and not number > self.gt:
-            return f"more than {of(self.gt)}"
+        holds = (operator.le, operator.lt, operator.ge, operator.gt)
+        for bound, keeps, words in zip(self, holds, ("at most", "less than", "at least", "more than"), strict=True):
+            if bound is not None and not keeps(number, bound):
+                return f"{words} {type(number)(bound)}"
         return None
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict]) -> dict:
