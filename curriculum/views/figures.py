@@ -113,7 +113,7 @@ def eval_chart(
     """Losses with bands of +-1.96 standard errors, shaded phases, event marks, and dotted lines at `dotted_at`."""
     with _styled(title):
         wide = size[0] > 700
-        right = _label_room(curves) if len(curves) > 1 and wide else 22
+        right = 22 + (round(7.2 * max(len(c.label) for c in curves)) if len(curves) > 1 and wide else 0)
         figure, axes = _axes(size, right=right, top=24 if phases and wide else 10)
         _shade(axes, phases, _x_range(curves), names=wide)
         for curve in curves:
@@ -361,10 +361,6 @@ def _marks(axes: Axes, curve: Curve) -> None:
         if y is not None:
             y = min(max(y, bottom), top) if math.isfinite(y) else top
             axes.plot([mark.step], [y], linestyle="", zorder=5, clip_on=False, **looks[mark.kind])
-
-
-def _label_room(curves: Sequence[Curve]) -> int:
-    return 22 + round(7.2 * max(len(c.label) for c in curves))
 
 
 def _end_labels(axes: Axes, curves: Sequence[Curve]) -> None:
