@@ -589,13 +589,11 @@ def test_a_run_that_ends_early_names_the_checkpoint_that_it_goes_on_from(tmp_pat
 
 
 def test_of_golds_that_one_guard_blocks_in_a_row_the_first_is_told(tmp_path):
-    def blocked(step, guard):
-        return stamped("gold_blocked", step, reason=f"{guard}: {step}", guard=guard)
-
     gold = stamped("gold_checkpoint", 50, metric="val/loss", value=2.0, previous=None, previous_step=None)
     guards = ["regression", "regression", "limit", "regression"]
-    before = [blocked(10 * i, guard) for i, guard in enumerate(guards, 1)]
-    lines = printed(tmp_path, *before, gold, blocked(60, "regression"), blocked(70, "regression"))
+    before = [blocked(10 * i, guard, f"{guard}: {10 * i}") for i, guard in enumerate(guards, 1)]
+    after = [blocked(step, "regression", f"regression: {step}") for step in (60, 70)]
+    lines = printed(tmp_path, *before, gold, *after)
     told = [line.partition(" at step ")[2] for line in lines]
     assert told == [
         "10: regression: 10",
@@ -714,13 +712,6 @@ def test_the_end_names_what_is_worse_than_between_the_ends_of_phases(tmp_path):
     assert not any("still worse" in line for line in later)
 
 
-def test_why_a_gold_is_not_the_end_is_told_if_the_last_one_was_blocked(tmp_path):
-    blocked = stamped("gold_blocked", 75000, reason="general regressed", guard="regression")
-    lines = printed(tmp_path, start(), blocked, complete(gold_step=70000))
-    deploy = f"  deploy       {tmp_path}/gold/70000 (gold, step 70000, domain/bpb 1.2500)"
-    assert lines[-2:] == [deploy, "               (gold blocked at step 75000: general regressed)"]
-
-
 def test_the_end_says_what_evals_took_of_the_time(tmp_path):
     evals = [{**evaluated(step, 40.0), "eval_duration_s": 12.0} for step in (100, 200)]
     end = {**complete(gold_step=None), "elapsed_s": 100.0}
@@ -757,57 +748,45 @@ def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):
     ]
 
 
-def test_a_gold_that_is_what_the_run_began_with_is_said_to_be(tmp_path):
-    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=0))
-    assert lines[-3:] == [
-        f"  deploy       {tmp_path}/gold/0 (gold, step 0, domain/bpb 1.2500)",
-        "               (the run's initial parameters: no later eval was lower and passed every guard;",
-        "               eval and export take another checkpoint with --step, such as latest)",
-    ]
+def blocked(step, guard, reason):
+    return stamped("gold_blocked", step, reason=reason, guard=guard)
 
 
-def test_if_nothing_but_the_initial_parameters_passed_the_last_objection_is_told(tmp_path):
-    blocked = stamped("gold_blocked", 500, reason="eval regression: books 4.0→4.3", guard="regression")
-    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), blocked, complete(gold_step=0))
-    assert lines[-2:] == [
-        "               (gold blocked at step 500: eval regression: books 4.0→4.3)",
-        "               (evalsets.gold.subject_to says how far each other set may rise)",
-    ]
+LATEST = "  deploy       {run}/checkpoints/75000 (the latest; the run has no gold checkpoint)"
+BEGUN_WITH = [
+    "  deploy       {run}/gold/0 (gold, step 0, domain/bpb 1.2500)",
+    "               (the run's initial parameters: no later eval was lower and passed every guard;",
+    "               eval and export take another checkpoint with --step, such as latest)",
+]
 
 
-def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_path):
-    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
-    assert lines[9:] == [
-        f"  resume from  {tmp_path}/checkpoints/75000 with a higher train.steps",
-        f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
-    ]
-
-
-def test_without_gold_the_end_says_what_blocked_it(tmp_path):
-    blocked = stamped("gold_blocked", 60, reason="general regressed", guard="regression")
-    lines = printed(tmp_path, start(), blocked, stamped("checkpoint", 75000), complete(gold_step=None))
-    assert lines[-2:] == [
-        f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
-        "               (gold blocked at step 60: general regressed)",
-    ]
-
-
-def test_what_is_no_better_than_before_training_is_not_to_be_deployed(tmp_path):
-    blocked = stamped("gold_blocked", 75000, reason="start: 8.1 is not below 7.6", guard="start")
-    lines = printed(tmp_path, start(), blocked, stamped("checkpoint", 75000), complete(gold_step=None))
-    assert lines[-2:] == [
-        "  deploy       nothing: the last eval was no better than before training, and none before it is gold",
-        "               (gold blocked at step 75000: start: 8.1 is not below 7.6)",
-    ]
-
-
-@pytest.mark.parametrize("val_loss", ["NaN", "Infinity"])
-def test_a_checkpoint_whose_loss_is_not_finite_is_not_to_be_deployed(tmp_path, val_loss):
-    lines = printed(
-        tmp_path, start(), stamped("checkpoint", 75000), {**complete(gold_step=None), "final_val_loss": val_loss}
-    )
-    shown = {"NaN": "nan", "Infinity": "inf"}[val_loss]
-    assert lines[-1] == f"  deploy       nothing: val is {shown}, and the run has no gold checkpoint"
+@pytest.mark.parametrize(
+    ("before", "gold_step", "val_loss", "lines"),
+    [
+        ([], None, 3.05, ["  resume from  {run}/checkpoints/75000 with a higher train.steps", LATEST]),
+        ([blocked(60, "regression", "x regressed")], None, 3.05, [LATEST, "               (gold blocked at step 60: x regressed)"]),
+        ([blocked(60, "regression", "x regressed")], 70000, 3.05, [
+            "  deploy       {run}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
+            "               (gold blocked at step 60: x regressed)",
+        ]),
+        ([], 0, 3.05, BEGUN_WITH),
+        ([blocked(500, "regression", "eval regression: books 4.0→4.3")], 0, 3.05, [
+            *BEGUN_WITH,
+            "               (gold blocked at step 500: eval regression: books 4.0→4.3)",
+            "               (evalsets.gold.subject_to says how far each other set may rise)",
+        ]),
+        ([blocked(75000, "start", "start: 8.1 is not below 7.6")], None, 3.05, [
+            "  deploy       nothing: the last eval was no better than before training, and none before it is gold",
+            "               (gold blocked at step 75000: start: 8.1 is not below 7.6)",
+        ]),
+        ([], None, "NaN", ["  deploy       nothing: val is nan, and the run has no gold checkpoint"]),
+        ([], None, "Infinity", ["  deploy       nothing: val is inf, and the run has no gold checkpoint"]),
+    ],
+)  # fmt: skip
+def test_the_end_says_what_to_deploy_and_why_no_other(tmp_path, before, gold_step, val_loss, lines):
+    end = {**complete(gold_step), "final_val_loss": val_loss}
+    shown = printed(tmp_path, start(), *before, stamped("checkpoint", 75000), end)
+    assert shown[-len(lines) :] == [line.format(run=tmp_path) for line in lines]
 
 
 def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
