@@ -743,23 +743,3 @@ def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):
     code, out, _, _ = command("compare", *pair, "--at", "step", "--json")
     told = json.loads(out)
     assert code == 0 and told["at"] == "step" and told["sets"][0]["runs"][1]["difference"]["num_clusters"] == 25
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["nowhere", "nowhere"], "error: nowhere: holds no run"),
-        (["only-one"], "error: nowhere"),
-        ([], "Missing argument 'RUN RUN...'"),
-        (
-            ["only-one", "only-one", "--at", "epochs"],
-            "error: --at epochs: expected tokens, step, or the number of a step",
-        ),
-        (["only-one", "only-one", "--at", "9" * 5000], "expected tokens, step, or the number of a step"),
-    ],
-)
-def test_wrong_input_exits_with_2(pair, arguments, said):
-    arguments = [str(pair[0]) if a == "only-one" else a for a in arguments]
-    said = "error: got 1 run, expected two or more to compare" if arguments == [str(pair[0])] else said
-    code, out, errors, _ = command("compare", *arguments)
-    assert (code, out) == (2, "") and said in errors

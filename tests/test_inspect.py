@@ -509,20 +509,6 @@ def test_lineage(tmp_path):
     assert "lineage parameters and optimizer state from runs/base/gold (first), step 60" in lines
 
 
-def test_what_is_no_run_is_said(tmp_path):
-    with pytest.raises(InputError, match="holds no run; expected a directory made by `curriculum train`"):
-        load_run(tmp_path)
-    config = json.loads((write_run(tmp_path / "whole", LOSSES) / "config.resolved.json").read_text())
-    (tmp_path / "config.resolved.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="events.jsonl: no such file"):
-        load_run(tmp_path)
-    (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(InputError, match="events.jsonl: has no complete line: the run has not begun yet, or"):
-        inspect_run(load_run(tmp_path))
-    code, out, errors, _ = command("inspect", tmp_path / "nowhere")
-    assert (code, out) == (2, "") and "nowhere: holds no run" in errors
-
-
 @pytest.mark.parametrize(
     ("val", "law", "said", "detects"),
     [
@@ -576,16 +562,6 @@ def test_the_tolerance_of_a_set_of_its_own_counts(tmp_path):
     resolved["evalsets"]["sets"]["law"]["tolerance"] = 0.5
     (path / "config.resolved.json").write_text(json.dumps(resolved))
     assert "regressed none now" in shown(path).splitlines()
-
-
-def test_resumes_are_counted(tmp_path):
-    path = write_run(tmp_path / "run", LOSSES)
-    for words in ("resumed once\n", "resumed 2 times\n"):
-        lines = (path / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        again = {**events[-2], "event": "resume", "plan": events[0]["plan"], "devices": events[0]["devices"]}
-        (path / "events.jsonl").write_text("\n".join([*lines[:-1], json.dumps(again), lines[-1]]) + "\n")
-        assert words in shown(path)
 
 
 def test_checkpoints_that_were_not_saved_are_told(tmp_path):
