@@ -42,6 +42,17 @@ def config_of(folder, **changes):
     return build_config({**data, **changes})
 
 
+def plan_in(folder, config=None, **changes):
+    """The plan of a config, or of `config_of`, once its text is prepared."""
+    config = config_of(folder, **changes) if config is None else config
+    load_corpus(config, folder / "store")
+    return plan(config, store_dir=folder / "store")
+
+
+def warned(words, folder, config=None, **changes):
+    return [warning for warning in plan_in(folder, config, **changes).warnings if words in warning]
+
+
 def test_unprepared_sources_have_unknown_epochs_and_nothing_is_written(tmp_path):
     config = config_of(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -58,9 +69,7 @@ def test_unprepared_sources_have_unknown_epochs_and_nothing_is_written(tmp_path)
 
 
 def test_the_numbers_by_hand(tmp_path):
-    config = config_of(tmp_path)
-    load_corpus(config, tmp_path / "store")
-    p = plan(config, store_dir=tmp_path / "store")
+    p = plan_in(tmp_path)
     rows = {(row.phase, row.source): row for row in p.rows}
     assert p.tokens_per_step == 80 and p.total_tokens == 8000
     # web: 4,000 tokens, of which (4,000 - 1) // 20 * 20 = 3,980 are an epoch; law: 980.
@@ -98,9 +107,7 @@ def test_the_first_repeat_where_the_end_of_an_epoch_was_passed_over(tmp_path):
 def test_a_phase_says_with_what_it_goes_on_where_a_source_is_exhausted(tmp_path):
     config = config_of(tmp_path)
     law = replace(config.sources["law"], max_epochs=1, on_exhaust="renormalise")
-    config = replace(config, sources={**config.sources, "law": law})
-    load_corpus(config, tmp_path / "store")
-    a, b = plan(config, store_dir=tmp_path / "store").phases
+    a, b = plan_in(tmp_path, replace(config, sources={**config.sources, "law": law})).phases
     # Of its 49 sequences 5 are read in the ramp and 2 in each step from 54 on: one is left at step 76.
     assert "remixed" not in a and b["mixture"] == {"web": 0.5, "law": 0.5}
     assert b["remixed"] == [{"step": 76, "mixture": {"web": 1.0}}]
@@ -110,9 +117,7 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
     def warnings_of(max_epochs):
         config = config_of(tmp_path)
         law = replace(config.sources["law"], max_epochs=max_epochs, on_exhaust="repeat")
-        config = replace(config, sources={**config.sources, "law": law})
-        load_corpus(config, tmp_path / "store")
-        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "law is read" in w]
+        return warned("law is read", tmp_path, replace(config, sources={**config.sources, "law": law}))
 
     # 97 sequences of 49.
     assert warnings_of(1.5) == ["law is read 1.98 times, beyond its max_epochs of 1.5, as on_exhaust is repeat"]
@@ -131,10 +136,8 @@ def test_what_fills_no_sequence_is_told_if_it_is_more_than_2_percent(tmp_path):
     def told(seq_len, **packing):
         train = {"steps": 4, "batch_size": 1, "seq_len": seq_len}
         phases = [{"name": "a", "until": "end", "mixture": {"law": 1.0}}]
-        config = config_of(tmp_path, train=train, phases=phases, packing=packing)
-        load_corpus(config, tmp_path / "store")
-        warnings = plan(config, store_dir=tmp_path / "store").warnings
-        return [w for w in warnings if w.startswith("law: ") and "never read" in w]
+        warnings = warned("never read", tmp_path, train=train, phases=phases, packing=packing)
+        return [w for w in warnings if w.startswith("law: ")]
 
     last = "as they fill no sequence of 300; packing.mode: best_fit reads all, and shorter sequences leave out less"
     assert told(300) == [f"law: the last 99 of its 1,000 tokens are never read, {last}"]
@@ -172,9 +175,7 @@ def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
     replay = {"replay": {"law": 0.1}}
 
     def told(**changes):
-        config = config_of(tmp_path, **changes)
-        load_corpus(config, tmp_path / "store")
-        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "never read:" in w or "replay" in w]
+        return [w for w in plan_in(tmp_path, **changes).warnings if "never read:" in w or "replay" in w]
 
     assert told() == []
     assert told(phases=alone) == told(phases=[{**alone[0], "mixture": {"web": 1, "law": 0}}]) == [nothing_of_law]
@@ -201,9 +202,7 @@ def test_what_is_to_act_on_regressions_is_told_where_evals_are_few(tmp_path, act
     def told(every):
         evalsets = {"every": every, "primary": {"held_out_of": "web"}, "regression": {"action": action}}
         sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}
-        config = config_of(tmp_path, sources=sources, evalsets=evalsets)
-        load_corpus(config, tmp_path / "store")
-        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "evals are planned" in w]
+        return warned("evals are planned", tmp_path, sources=sources, evalsets=evalsets)
 
     few = (
         f"evalsets.regression.action is {action}, but only 20 evals are planned after the one at step 0: "
@@ -218,17 +217,14 @@ def test_warnings(tmp_path):
         {"name": "a", "until": 50, "mixture": {"law": 3, "web": 0.001}, "lr": {"decay_steps": 10}},
         {"name": "b", "until": "end", "mixture": {"law": 1.0}},
     ]
-    config = config_of(tmp_path, phases=phases)
-    load_corpus(config, tmp_path / "store")
-    warnings = plan(config, store_dir=tmp_path / "store").warnings
+    warnings = plan_in(tmp_path, phases=phases).warnings
     assert any("phase a: proportions add up to 3.001, normalised" in w for w in warnings)
     assert any("phase a: web has a positive proportion but gets no sequence" in w for w in warnings)
     assert any("law is read 8.2 times; above 4 epochs" in w and "2305.16264" in w for w in warnings)
     assert any("stops decaying at step 50, 50 steps before the end" in w for w in warnings)
 
     phases[0]["lr"], phases[1]["lr"] = {"peak": 1e-3}, {"rewarm_steps": 5, "peak": 8e-4}  # down, but no decay
-    warnings = plan(config_of(tmp_path, phases=phases), store_dir=tmp_path / "store").warnings
-    assert not any("stops decaying" in w for w in warnings)
+    assert warned("stops decaying", tmp_path, phases=phases) == []
 
 
 def test_a_decay_that_was_cut_short_is_told_to_end_there(tmp_path):
@@ -272,8 +268,7 @@ def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):
     ]
     assert "conversations: tokens that are scored: talks 12.00%" in table(p)
     wider = config_of(tmp_path, sources=sources, **{**changes, "train": {"steps": 100, "batch_size": 4, "seq_len": 48}})
-    p = plan(wider, store_dir=tmp_path / "store")
-    assert not any("scored target" in w for w in p.warnings)
+    assert warned("scored target", tmp_path, wider) == []
     # Slots without a token are not scored: 192 x (0.25 + 0.75 x 0.12 x 0.5).
     half_full = {"law": {}, "talks": {"scored_share": 0.12, "utilization": 0.5}}
     schedule = resolve_schedule(wider, corpus.tokens_per_epoch)
@@ -287,7 +282,7 @@ def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):
     warnings = fields.training_start(setup)["warnings"]
     assert [w for w in warnings if "scored target" in w] == few
     tails = [w for w in warnings if "are never read" in w]
-    assert tails == [w for w in plan(config, store_dir=tmp_path / "store").warnings if "are never read" in w] and tails
+    assert tails == warned("are never read", tmp_path, config) != []
     assert any("is read" in w and "above 4 epochs" in w for w in warnings)
     *planned, no_verdict = warnings
     data = replace(setup.corpus, warnings=("told", "new"))
@@ -399,9 +394,7 @@ def test_a_source_too_small_for_one_sequence_is_named(tmp_path):
 
 
 def test_the_table_reads_well(tmp_path):
-    config = config_of(tmp_path)
-    load_corpus(config, tmp_path / "store")
-    lines = table(plan(config, store_dir=tmp_path / "store"))
+    lines = table(plan_in(tmp_path))
     assert lines[0] == "run: 100 steps x 80 tokens = 8,000 tokens"
     start = next(i for i, line in enumerate(lines) if line.startswith("phase"))
     header = "phase steps lr at start source asked given tokens epochs so far first repeat"
@@ -413,9 +406,8 @@ def test_the_table_reads_well(tmp_path):
 
 def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     train = {"steps": 100, "batch_size": 4, "grad_accum": 2, "seq_len": 20}
-    config = config_of(tmp_path, train=train, averages={"ema_decay": 0.99}, model={"preset": "tiny", "dropout": 0.1})
-    load_corpus(config, tmp_path / "store")
-    p = plan(config, store_dir=tmp_path / "store")
+    model = {"preset": "tiny", "dropout": 0.1}
+    p = plan_in(tmp_path, train=train, averages={"ema_decay": 0.99}, model=model)
     memory = dict(p.memory)
     assert [memory.pop(key) for key in ("phase", "rows", "seq_len", "free_axis")] == ["a", 2, 20, "data"]
     assert 0.5 * memory["total"] < memory.pop("on_gpu") < 2 * memory["total"]
@@ -425,8 +417,7 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     assert memory.pop("total") == sum(memory.values())
     # No dropout: nine masks and nine arrays of zeros are not kept, 40 x 128 each.
     train["deterministic"] = True
-    config = config_of(tmp_path, train=train, model={"preset": "tiny", "dropout": 0.1})
-    firm = plan(config, store_dir=tmp_path / "store").memory
+    firm = plan_in(tmp_path, train=train, model=model).memory
     assert memory["activations"] - firm["activations"] == 40 * 128 * 9 * (1 + 4)
 
 
@@ -435,8 +426,7 @@ def test_a_tokenizer_that_is_to_be_trained_has_the_size_that_it_is_given(tmp_pat
     config = config_of(tmp_path, tokenizer={"kind": "bpe", "vocab_size": 260})
     before = plan(config, store_dir=tmp_path / "store")
     assert not (tmp_path / "store").exists()
-    load_corpus(config, tmp_path / "store")
-    after = plan(config, store_dir=tmp_path / "store")
+    after = plan_in(tmp_path, config)
     assert before.num_parameters == after.num_parameters > 0 and before.memory == after.memory
 
 
@@ -458,9 +448,7 @@ def test_memory_in_the_table(tmp_path):
     assert learned.memory is None and table(learned)[2] == (
         "memory per device (estimate): unknown (the tokenizer is not prepared)"
     )
-    config = config_of(tmp_path)
-    load_corpus(config, tmp_path / "store")
-    p = plan(config, store_dir=tmp_path / "store")
+    p = plan_in(tmp_path)
     line = table(p)[2]
     assert line.startswith("memory per device (estimate): ") and line.endswith(
         ", micro-step of 4 rows x 20 (mesh.data: -1 counted as 1)"
@@ -488,10 +476,7 @@ def test_memory_in_the_table(tmp_path):
 
 
 def test_small_parts_of_the_memory_are_told_together_and_a_free_axis_with_its_name(tmp_path):
-    mesh = {"data": 2, "fsdp": -1}
-    config = config_of(tmp_path, mesh=mesh)
-    load_corpus(config, tmp_path / "store")
-    p = plan(config, store_dir=tmp_path / "store")
+    p = plan_in(tmp_path, mesh={"data": 2, "fsdp": -1})
     assert p.memory["free_axis"] == "fsdp" and table(p)[2].endswith(" (mesh.fsdp: -1 counted as 1)")
     parts = {"params": 10_000, "gradients": 10_000, "moments": 5_000, "activations": 800_000, "logits": 300_000}
     parts |= {"stacked": 50_000, "gathered": 50_000}
@@ -537,8 +522,7 @@ def test_the_evals_and_checkpoints_ahead_by_hand(tmp_path):
     unknown = plan(config, store_dir=tmp_path / "store")
     assert unknown.evals == {"num": 6, "sets": ["primary", "half", "few", "own"], "tokens": None}
     assert "evals: 6 of val, half, few, own" in table(unknown)
-    load_corpus(config, tmp_path / "store")
-    p = plan(config, store_dir=tmp_path / "store")
+    p = plan_in(tmp_path, config)
     # A tenth of 4,000 tokens. `few` has two windows, but takes its first document whole. The set with a path has 300
     # letters and their end.
     assert p.evals["tokens"] == 6 * 400 + 4 * 400 + 6 * 100 + 6 * 301
