@@ -505,7 +505,7 @@ def test_a_sample_is_one_line_that_steers_no_terminal(tmp_path):
 
 def test_into_a_pipe_progress_comes_at_a_sensible_rate(tmp_path):
     stream, clock = io.StringIO(), Clock()
-    console = Console(tmp_path, stream=stream, progress_every_seconds=10.0, clock=clock)
+    console = Console(tmp_path, stream=stream, clock=clock)
     console.event(start())
     for step in range(40, 100, 10):
         console.row(row(step))

@@ -42,6 +42,7 @@ from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from evalsets.summary import Recorded
 
+_PROGRESS_EVERY_SECONDS = 10.0  # at least; a terminal shows every row, in place
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once
 _PHASES_AHEAD = 8  # that a resume shows
@@ -61,8 +62,7 @@ class Console:
     resume_command: gives the command that goes on with this run, from the step and the key to raise for that, if any;
         without it only the checkpoint is named.
     device_lines: what this process trains on, printed once as it begins.
-    progress_every_seconds: least time between two lines of progress; a terminal shows every row, in place.
-    clock: seconds, used for that alone; every time shown comes from the events.
+    clock: seconds, for the lines of progress alone; every time shown comes from the events.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Console:
         run_dir: Path,
         resume_command: Callable[[str, str | None], str] | None = None,
         stream: TextIO | None = None,
-        progress_every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         device_lines: Iterable[str] = (),
     ):
@@ -80,7 +79,6 @@ class Console:
         self._in_place = self._stream.isatty()
         self._in_color = self._in_place and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._progress_open = False
-        self._progress_every_seconds = progress_every_seconds
         self._clock = clock
         self._progress_due = clock()
         self._log = Appender(run_dir / "train.log")
@@ -153,7 +151,7 @@ class Console:
         line = progress_line(row, self._total_steps)
         due = self._clock() >= self._progress_due
         if due:
-            self._progress_due = self._clock() + self._progress_every_seconds
+            self._progress_due = self._clock() + _PROGRESS_EVERY_SECONDS
             self._log.write(f"{line}\n".encode())
         if self._in_place:
             columns = shutil.get_terminal_size().columns
