@@ -18,7 +18,7 @@ from tensorboard.util import tensor_util
 from curriculum.config import build_config
 from curriculum.record import board
 from curriculum.record.board import Board, _phase_switch_markdown
-from curriculum.record.events import EVENTS, METRICS, Record, read_events, read_metrics
+from curriculum.record.events import EVENTS, METRICS, Record, cut_record, read_events, read_metrics
 
 PLAN = {
     "total_steps": 12,
@@ -51,7 +51,8 @@ def begin(run_dir):
 
 
 def resume(run_dir, offsets, step):
-    record = Record.resume(run_dir, offsets, tokens_at, 0.0, views=[Board(run_dir)])
+    cut_record(run_dir, offsets)
+    record = Record(run_dir, tokens_at, views=[Board(run_dir)])
     record.event("resume", step, plan=PLAN)
     return record
 
@@ -345,7 +346,7 @@ def test_a_run_that_starts_anew_shows_nothing_of_the_old_record(tmp_path):
     record = begin(run_dir)
     train(record, 0, 8)
     record.close()
-    Record.resume(run_dir, {EVENTS: 0, METRICS: 0}, lambda step: step, 0.0).close()
+    cut_record(run_dir, {EVENTS: 0, METRICS: 0})
     record = begin(run_dir)
     train(record, 0, 4, sets=())
     record.close()

@@ -21,6 +21,7 @@ from curriculum.record.events import (
     STAMPS,
     Record,
     check_offsets,
+    cut_record,
     eval_sets,
     last_row,
     number,
@@ -201,7 +202,8 @@ def test_resume_cuts_back_to_the_offsets_and_keeps_what_it_cut(tmp_path):
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 10, "lo')
 
-    record = Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=1.0)
+    cut_record(tmp_path, offsets)
+    record = Record(tmp_path, tokens_at)
     assert {name: (tmp_path / name).read_bytes() for name in offsets} == kept
     assert record.offsets() == offsets
     entries = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
@@ -214,7 +216,7 @@ def test_resume_cuts_back_to_the_offsets_and_keeps_what_it_cut(tmp_path):
     record.row({"step": 6, "loss": 2.5})
     record.close()
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=1.0).close()
+    cut_record(tmp_path, offsets)
     again = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
     assert again == [*entries, {"file": "metrics.jsonl", "line": {"step": 6, "loss": 2.5}}]
 
@@ -222,7 +224,7 @@ def test_resume_cuts_back_to_the_offsets_and_keeps_what_it_cut(tmp_path):
 def test_resume_with_nothing_to_cut_writes_nothing(tmp_path):
     written_run(tmp_path)
     offsets = {name: (tmp_path / name).stat().st_size for name in ("events.jsonl", "metrics.jsonl")}
-    Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=0.0).close()
+    cut_record(tmp_path, offsets)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
     assert {name: (tmp_path / name).stat().st_size for name in offsets} == offsets
 
@@ -237,7 +239,7 @@ def test_of_a_long_record_only_what_is_cut_is_read(tmp_path):
     tracemalloc.start()
     try:
         offsets["metrics.jsonl"] += 50_000_000
-        Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=0.0).close()
+        cut_record(tmp_path, offsets)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -252,7 +254,7 @@ def test_offsets_that_do_not_fit_are_refused_and_change_nothing(tmp_path, wrong)
     offset = size + 1 if wrong == "beyond" else offsets["metrics.jsonl"] - 3
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(InputError) as error:
-        Record.resume(tmp_path, {**offsets, "metrics.jsonl": offset}, tokens_at, elapsed_before_s=0.0)
+        cut_record(tmp_path, {**offsets, "metrics.jsonl": offset})
     message = str(error.value)
     assert message.startswith(
         f"{tmp_path / 'metrics.jsonl'}: got {size} bytes, expected a line to end at byte {offset}"
@@ -282,11 +284,11 @@ def test_a_broken_line_is_found_only_where_a_checkpoint_keeps_it(tmp_path, capsy
 
 
 def test_going_on_from_the_start_sets_the_whole_record_aside(tmp_path):
-    Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0).close()
+    cut_record(tmp_path, FROM_THE_START)
     assert not (tmp_path / "superseded.jsonl").exists()
     written_run(tmp_path)
     lines = read_events(tmp_path) + read_metrics(tmp_path)
-    Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0).close()
+    cut_record(tmp_path, FROM_THE_START)
     assert read_events(tmp_path) == read_metrics(tmp_path) == []
     entries = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
     assert [entry["line"] for entry in entries] == lines and len(lines) == 12
@@ -303,7 +305,7 @@ FILE_CHANGES = ("replace", "rename", "unlink", "write_bytes", "write_text")
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 
 def resume():
-    events.Record.resume(scratch, offsets, lambda step: step, 0.0).close()
+    events.cut_record(scratch, offsets)
 
 def contents():
     return {path.name: path.read_bytes() for path in scratch.iterdir() if path.suffix != ".tmp"}
@@ -400,7 +402,7 @@ def test_a_cut_that_was_written_down_and_is_damaged_is_told(tmp_path, content):
     with pytest.raises(
         InputError, match=r"superseded.pending.json: is damaged, .* restore it from a copy, or delete it"
     ):
-        Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0)
+        cut_record(tmp_path, FROM_THE_START)
 
 
 def test_readers_leave_out_a_line_that_is_being_written(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.record.events import Record, read_events, read_metrics
+from curriculum.record.events import Record, cut_record, read_events, read_metrics
 from curriculum.record.wandb_log import WandbConfig, WandbLog
 
 pytest.importorskip("wandb", reason="wandb is not installed: pip install 'curriculum[wandb]'")
@@ -96,7 +96,8 @@ def begin(run_dir, settings=OFFLINE):
 
 def resume(run_dir, offsets, step, kind="resume", **fields):
     views = [WandbLog(run_dir, OFFLINE, {**CONFIG, "seed": 8})]
-    record = Record.resume(run_dir, offsets, lambda step: 64 * step, 0.0, views=views)
+    cut_record(run_dir, offsets)
+    record = Record(run_dir, lambda step: 64 * step, views=views)
     record.event(kind, step, plan=PLAN, **fields)
     return record
 

@@ -69,30 +69,13 @@ class Record:
         self._run_dir = run_dir
         self._files = self._opened()
 
-    @classmethod
-    def resume(
-        cls,
-        run_dir: Path,
-        offsets: Mapping[str, int],
-        tokens_at: Callable[[int], int],
-        elapsed_before_s: float,
-        views: Iterable[View] = (),
-    ) -> "Record":
-        """The record as it was at `offsets`; later lines are moved to `superseded.jsonl`.
-
-        A kill at any moment neither loses nor doubles a line: calling this again completes what was begun.
-        Raises InputError if in a file no line ends at its offset, or if a cut that was begun cannot be read.
-        """
-        _cut(run_dir, offsets)
-        return cls(run_dir, tokens_at, elapsed_before_s, views)
-
     def cut_back(self, offsets: Mapping[str, int]) -> None:
-        """Go on from `offsets` in the same process; later lines are moved to `superseded.jsonl`, as in `resume`."""
+        """Go on from `offsets` in the same process, as after `cut_record`."""
         if self._run_dir is None:
             return
         for file in self._files.values():
             file.close()
-        _cut(self._run_dir, offsets)
+        cut_record(self._run_dir, offsets)
         self._files = self._opened()
 
     def _opened(self) -> dict[str, Appender]:
@@ -130,7 +113,7 @@ class Record:
         return row
 
     def offsets(self) -> dict[str, int]:
-        """Size in bytes of each file once every line is on the disk: what a checkpoint stores and `resume` takes.
+        """Size in bytes of each file once every line is on the disk: what a checkpoint stores and `cut_record` takes.
 
         Raises OSError while the disk does not take them, so that a checkpoint is never ahead of the record.
         """
@@ -337,8 +320,11 @@ def _read_from(path: Path, offset: int, num_bytes: int = -1) -> bytes:
         return file.read(num_bytes)
 
 
-def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
-    """Move the lines beyond the offsets to superseded.jsonl, an entry `{file, line}` for each.
+def cut_record(run_dir: Path, offsets: Mapping[str, int]) -> None:
+    """Take the record back to `offsets`: later lines are moved to superseded.jsonl, an entry `{file, line}` for each.
+
+    A kill at any moment neither loses nor doubles a line: calling this again completes what was begun.
+    Raises InputError if in a file no line ends at its offset, or if a cut that was begun cannot be read.
 
     Several files cannot change atomically. So the whole change is first described in one file, which appears
     atomically, and then carried out in steps that can be repeated from the start.

@@ -17,7 +17,7 @@ from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
-from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, last_row, plain
+from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, cut_record, last_row, plain
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory, write_tokenizer
@@ -225,6 +225,7 @@ def record_as_of(
         views.append(Board(directory.path))
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-    record = Record.resume(directory.path, offsets, tokens_at, elapsed_before_s, views)
+    cut_record(directory.path, offsets)
+    record = Record(directory.path, tokens_at, elapsed_before_s, views)
     at_end.callback(record.close)
     return record
