@@ -320,7 +320,6 @@ def test_prepare_a_folder_of_conversations(folder):
     [
         (["train", "c.yaml", "--set", "phases[0].until=90"], "after the run's end at step 8"),
         (["prepare", "c.yaml", "--format", "messages"], "--format and --text-key go with --text"),
-        (["prepare", "c.yaml", "--text-key", "x"], "--format and --text-key go with --text"),
         (["prepare", "--text", "web.jsonl", "--set", "a=1"], "go with CONFIG"),
         (["train", "c.yaml", "--set", "sources.law.max_epochs=0.01"], "step 5 (phase b) would read more than 0.01 epochs"),
         (["plan", "c.yaml", "--set", "phases[0].until=90"], "phases[0].until: ends at step 90, after the run's end at step 8"),
@@ -447,7 +446,7 @@ def test_another_error_of_a_device_is_raised(folder, monkeypatch, message):
         run(folder, "train", "c.yaml", "--dry-run")
 
 
-@pytest.mark.parametrize("streams", ["", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("streams", ["2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_are_no_obstacle(folder, streams):
     """As a daemon may start a program: what is opened must not get a stream's number, or be asked what it is."""
     store = folder / f"store{len(streams)}"
