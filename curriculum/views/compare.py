@@ -84,8 +84,9 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
             why = ", where another run begins" if of_base else ", where another run ends" if asked is None else ""
             raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
 
+    sets = [*_compared_sets(sides, begun)]
     by_text, refused, only = _compared_by_text(sides, begun)
-    sets = [*_compared_sets(sides, begun), *by_text]
+    sets += by_text
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
