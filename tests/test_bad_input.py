@@ -79,13 +79,8 @@ def replace(path, old, new):
 
 def rows(*lines):
     """law.jsonl with these lines after 20 good ones."""
-    return write(
-        "law.jsonl", lambda: Path("law.jsonl").read_bytes() + b"".join(as_bytes(line) + b"\n" for line in lines)
-    )
-
-
-def as_bytes(line):
-    return line if isinstance(line, bytes) else line.encode()
+    as_bytes = [line if isinstance(line, bytes) else line.encode() for line in lines]
+    return write("law.jsonl", lambda: b"".join([Path("law.jsonl").read_bytes(), *(line + b"\n" for line in as_bytes)]))
 
 
 def source(content, name="bad", **fields):
@@ -123,13 +118,6 @@ def fields_of(path, **changes):
 
 def mode(path, bits):
     return lambda: os.chmod(path, bits)
-
-
-def arrays(path, **saved):
-    def make():
-        np.savez(path, **saved)
-
-    return make
 
 
 def parquet(**columns):
@@ -498,7 +486,7 @@ RUNS = [
     Row("run with results that are none", write("run/evals/4.npz", "hello"), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
     Row("run with results of one array", lambda: np.save(open("run/evals/4.npz", "wb"), np.arange(3)), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
     Row("run with results that are a pickle", write("run/evals/4.npz", lambda: pickle.dumps(Pickled())), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
-    Row("run with results of pickles", arrays("run/evals/4.npz", **{"primary/nats": np.array([Pickled()], object)}), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
+    Row("run with results of pickles", lambda: np.savez("run/evals/4.npz", **{"primary/nats": np.array([Pickled()], object)}), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
     Row("checkpoint with its arrays cut", both(remove("run/gold"), damaged_arrays("run/checkpoints/2/params")), EVAL + " --step 2", "checkpoints/2", "step"),
     Row("checkpoint with its arrays cut, exported", both(remove("run/gold"), damaged_arrays("run/checkpoints/2/params")), EXPORT + " --step 2", "checkpoints/2", "step"),
     Row("checkpoint with its arrays cut, branched", both(remove("run/gold"), damaged_arrays("run/checkpoints/2/params")), BRANCH, "checkpoints/2", "step"),
