@@ -449,11 +449,11 @@ def test_every_section_that_the_board_names_is_one_of_a_config_and_arrives(tmp_p
     assert start.hparams["averages.ema_decay"].number_value == 0.9
 
 
-@pytest.mark.parametrize("name", ["tensorflow", "tensorboardX", "torch", "jax"])
-def test_no_heavy_library_is_needed(tmp_path, name):
-    """A module of that name stands on the path, and importing it ends the process with exit code 3."""
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").write_text("import os; os._exit(3)")
+def test_no_heavy_library_is_needed(tmp_path):
+    """Modules of their names stand on the path, and importing one ends the process with its name."""
+    for name in ("tensorflow", "tensorboardX", "torch", "jax"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"import os; os.write(2, b'{name}'); os._exit(3)")
     script = """
 import json, sys
 from pathlib import Path
