@@ -50,6 +50,12 @@ class Run:
         return {key: section for key, section in self.resolved.items() if key not in ("command_line", "derived")}
 
     @property
+    def eval_seq_len(self) -> int:
+        """Tokens of an eval window: those that the config gives, or of the longest sequence that it trains on."""
+        of_phases = (phase.get("seq_len") or 0 for phase in self.resolved["phases"])
+        return self.resolved["evalsets"]["seq_len"] or max(self.resolved["train"]["seq_len"], *of_phases)
+
+    @property
     def name(self) -> str:
         """The config's name; for a branch, whose config has its trunk's name, the name of its directory."""
         return self.resolved["name"] if self.branched_from is None else self.directory.path.resolve().name

@@ -57,9 +57,7 @@ def _spelled_out(run: Run) -> dict[str, Any]:
     These are the model's, from the record, and the evals' `seq_len`.
     """
     config, start = run.config_json, run.events[0] if run.events else {}
-    if config["evalsets"]["seq_len"] is None:
-        longest = max(config["train"]["seq_len"], *(phase.get("seq_len") or 0 for phase in config["phases"]))
-        config = {**config, "evalsets": {**config["evalsets"], "seq_len": longest}}
+    config = {**config, "evalsets": {**config["evalsets"], "seq_len": run.eval_seq_len}}
     if not config.get("model") or "model" not in start:
         return config
     fields = {key: start["model"].get(key) if value is None else value for key, value in config["model"].items()}

@@ -176,7 +176,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         "the change is from the first eval of the same windows, below 0 is better. Each document is preceded by the "
         "token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
-        + f" and cut into disjoint windows of {_eval_seq_len(run):,} tokens; every token is scored once, in a "
+        + f" and cut into disjoint windows of {run.eval_seq_len:,} tokens; every token is scored once, in a "
         "conversation only those of the answers.",
     ]
 
@@ -231,11 +231,6 @@ def happened(run: Run, step: int) -> list[str]:
 def plan_of(run: Run) -> dict[str, Any]:
     """The run's last plan."""
     return run.plan if run.events else run.resolved["derived"]
-
-
-def _eval_seq_len(run: Run) -> int:
-    of_phases = (phase.get("seq_len") or 0 for phase in run.resolved["phases"])
-    return run.resolved["evalsets"]["seq_len"] or max(run.resolved["train"]["seq_len"], *of_phases)
 
 
 def _place(described: Mapping[str, Any]) -> str:
