@@ -110,17 +110,15 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
     standing: dict[tuple[str, str], dict[str, Any]] = {}
     phase, last = None, {}
     for event in events:
+        worse = event["offenders"] if event["event"] == "eval_regression" else event.get("joined", [])
+        for o in worse:
+            standing[o["set"], o["baseline"]] = {"step": event["step"], **o, "phase": event["phase"]}
         match event["event"]:
             case "eval":
                 phase = event["phase"] if phase is None else phase
                 last |= {name: {"step": event["step"], "loss": found.loss} for name, found in eval_sets(event).items()}
-                for o in event.get("joined", []):
-                    standing[o["set"], o["baseline"]] = {"step": event["step"], **o, "phase": event["phase"]}
             case "phase_switch":
                 phase = event["new_phase"]
-            case "eval_regression":
-                for o in event["offenders"]:
-                    standing[o["set"], o["baseline"]] = {"step": event["step"], **o, "phase": event["phase"]}
             case "eval_recovered":
                 for o in event["offenders"]:
                     standing.pop((o["set"], o["baseline"]), None)
