@@ -355,16 +355,6 @@ def test_runs_are_compared_wherever_two_measured_the_same_text(tmp_path):
     assert [m.run for m in compare([second, first, third]).sets[1].runs] == ["second", "third"]
 
 
-def test_a_run_that_shares_no_set_does_not_decide_where_the_others_are_compared(tmp_path):
-    losses = {"val": lambda step: 3.0}
-    runs = [write_run(tmp_path / name, losses) for name in ("first", "second")]
-    short = write_run(tmp_path / "short", losses, until=20, hashes={"val": "other"})
-    comparison = compare([*runs, short])
-    assert comparison.common == 10_000 and [m.step for m in comparison.sets[0].runs] == [100, 100]
-    assert [(run["name"], run["step"]) for run in comparison.runs] == [("first", 100), ("second", 100), ("short", 20)]
-    assert list(comparison.refused) == ["val"]
-
-
 def test_unequal_numbers_of_tokens_are_said(tmp_path, pair):
     assert not any("unequal numbers" in line for line in table(compare(pair)))
     assert "tokens)" not in only(compare(pair)).verdict

@@ -160,13 +160,6 @@ def test_of_many_sources_that_are_read_too_often_one_warning_tells(tmp_path):
     assert re.match(r"14 sources are read more than 4 times \(s13 1\d\.\d, s12 .*, s2 \d\.\d, 2 more\); above 4", told)
 
 
-def test_plan_and_training_agree_on_sizes(tmp_path):
-    config = config_of(tmp_path)
-    corpus = load_corpus(config, tmp_path / "store")
-    p = plan(config, store_dir=tmp_path / "store")
-    assert {n: d["tokens"] for n, d in p.sources.items()} == {n: len(t) for n, t in corpus.streams.items()}
-
-
 def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
     nothing_of_law = "source law is never read: no phase gives it a share, and no eval set is held out of it; "
     nothing_of_law += "give it one in a phase's mixture, or in all phases with adaptation.replay.law"
