@@ -250,7 +250,7 @@ def build_config(
         *(TRAIN_CHECKS if trains else []),
         *(ROW_CHECKS if trains and continues is None else []),
     ]
-    if check_paths and not _keeps_tokenizer(values, own):
+    if check_paths and not (own and "tokenizer" in values and own.keeps_tokenizer(_plain(values["tokenizer"]))):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}
     problems += [p for needs, check in checks if needs <= looked_at for p in check({**values, "origin": origin})]
@@ -280,13 +280,6 @@ def _as_yaml(given: Any, path: str, problems: Problems) -> Any:
     expected = "expected a YAML value: text, a number, a list or a mapping"
     problems.append((path, f"got a {type(given).__name__}, {expected}"))
     return None
-
-
-def _keeps_tokenizer(values: Mapping[str, Any], own: RunDirectory | None) -> bool:
-    """Whether a run goes on with its own copy of the tokenizer, and needs no other."""
-    if own is None or not own.tokenizer.exists():
-        return False
-    return "tokenizer" in values and own.resolved()["tokenizer"] == _plain(values["tokenizer"])
 
 
 def _read_sections(data: Mapping[str, Any], origin: Origin) -> tuple[dict[str, Any], Problems]:

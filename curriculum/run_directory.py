@@ -7,6 +7,7 @@ import os
 import shutil
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,11 @@ class RunDirectory:
     def architecture(self) -> dict[str, Any]:
         """The model's architecture as of the run's start; for later steps see `architecture_at`. Raises InputError."""
         return read_json(self._architecture)
+
+    def keeps_tokenizer(self, section: Mapping[str, Any]) -> bool:
+        """Whether the run has its own copy of the tokenizer that this section of a config asks for."""
+        kept = self.has_config and self.tokenizer.exists()
+        return kept and read_json(self.resolved_config).get("tokenizer") == section
 
     def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
         """Write the run's config, as given and as resolved, and its model's architecture. Safe to repeat."""

@@ -18,7 +18,7 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.record.events import EVENTS
 from curriculum.record.wandb_log import check_wandb
-from curriculum.run_directory import RunDirectory, read_json, step_folders
+from curriculum.run_directory import RunDirectory, step_folders
 from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.resuming import going_back, ledger
 from curriculum.train.resuming.edits import find_edit
@@ -115,10 +115,8 @@ def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
 
     None if there is none, or if the config now asks for another.
     """
-    if not directory.tokenizer.exists() or not directory.has_config:
-        return None
-    same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
-    return load_tokenizer(directory.tokenizer) if same else None
+    kept = directory.keeps_tokenizer(config.to_json()["tokenizer"])
+    return load_tokenizer(directory.tokenizer) if kept else None
 
 
 def tokenizer_to_go_on(
