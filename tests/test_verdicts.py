@@ -20,7 +20,7 @@ from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.events import last_gold
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints
+from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.history import History
 from curriculum.train.judge import _act, _worst
 from curriculum.train.setup import build
@@ -304,7 +304,7 @@ def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(told, tmp_path):
     for step in steps:
         if step != 50:
             shutil.rmtree(directory.checkpoints / str(step))
-    with BestCheckpoints(directory, 50, BadGolds()) as best:
+    with BestCheckpoints(directory, 50, []) as best:
         best.note_saving(75, ledgers[75])
         best.drop_all_but(kept_steps(ledgers[75]))
         assert ledgers[50].gold.step in best.gold.steps()

@@ -13,6 +13,7 @@ from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import eval_key, record_name
 from curriculum.record.sentences import rise
 from curriculum.scheduling import constant_tokens_per_step, describe_phases, shape_of, step_sizes
+from curriculum.train.checkpoints.best import BadGolds
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
@@ -49,7 +50,7 @@ def resumption(
     step: int | None,
     rollback: Rollback | None,
     damaged: Sequence[Mapping[str, Any]],
-    lost: Mapping[int, str],
+    bad: BadGolds,
     edits: Sequence[Mapping[str, Any]],
     begins_branch: bool,
     trained_to: int | None,
@@ -71,7 +72,7 @@ def resumption(
     if rollback is not None:
         event = "rollback", {**rollback.event, **going_on}
     else:
-        gold_lost = [{"step": gold, "why": why} for gold, why in lost.items()]
+        gold_lost = [{"step": gold, "why": why} for gold, why, lost in bad if lost]
         again = trained_to if trained_to is not None and trained_to > step else None
         told = {"damaged": list(damaged), "gold_lost": gold_lost, "begins_branch": begins_branch, "trained_to": again}
         event = "resume", {**going_on, **{key: found for key, found in told.items() if found}}

@@ -69,14 +69,13 @@ def state_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None) 
     Nothing on disk is changed, so that InputError leaves the directory as it was.
     """
     if resumed is None:
-        return setup.states.first(), History.begin(setup), BadGolds()
+        return setup.states.first(), History.begin(setup), []
     _, folder, saved = resumed
     from_first(lambda: check_offsets(directory.path, saved["offsets"]))
     state = setup.states.restored(folder, tuple(saved["sources"]), saved["window_steps"])
     history = History.of(saved, baselines_in(folder))
-    lost, damaged = from_first(lambda: bad_golds(directory, resumed))
-    bad = BadGolds(dict(lost), damaged)
-    gold = history.gold.without(bad.lost).minimising(setup.config.evalsets.gold.minimise)
+    bad = from_first(lambda: bad_golds(directory, resumed))
+    gold = history.gold.without({gold for gold, _, lost in bad if lost}).minimising(setup.config.evalsets.gold.minimise)
     return state, replace(history, gold=gold), bad
 
 

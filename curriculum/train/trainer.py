@@ -125,9 +125,7 @@ def train_built(
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():
                 run = Running(setup, directory, record, checkpoints, best, state, history)
-                on = fields.resumption(
-                    setup, state, step, rollback, damaged, bad.lost, edits, begins_branch, trained_to
-                )
+                on = fields.resumption(setup, state, step, rollback, damaged, bad, edits, begins_branch, trained_to)
                 try:
                     worse = _begin(run, step, on)
                     run.stop = stop

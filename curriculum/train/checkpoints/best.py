@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from curriculum.disk.manifest import damage
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
@@ -15,31 +15,21 @@ from curriculum.train.processes.together import from_first, is_first
 from curriculum.train.resuming.resumed import Resumed
 from evalsets.gold import GoldState, kept_steps
 
-
-class BadGolds(NamedTuple):
-    """What is wrong with the golds that the ledger of a resumed run needs; those not listed verified."""
-
-    lost: Mapping[int, str] = {}  # {step: why} of those without a whole copy
-    damaged: Sequence[int] = ()  # steps in `gold/`; another copy may be whole
+BadGolds = Sequence[tuple[int, str, bool]]
 
 
-def bad_golds(directory: RunDirectory, resumed: Resumed) -> tuple[list[tuple[int, str]], list[int]]:
-    """The fields of `BadGolds`, as plain lists.
+def bad_golds(directory: RunDirectory, resumed: Resumed) -> BadGolds:
+    """(step, why, whether `checkpoints/` has no whole copy either) of what is not whole in `gold/`, but needed there.
 
-    Each file is read at most once. A gold's second copy is read only if the first is not whole, and the checkpoint
-    that the run continues from, which verified, is not read.
+    That is by the ledger of a run that is resumed. Each file is read at most once. A gold's second copy is read only if
+    the first is not whole, and the checkpoint that the run continues from, which verified, is not read.
     """
-    lost, damaged = [], []
+    found = []
     for gold in sorted(_golds_of(resumed.ledger)):
         own, other = (place / str(gold) for place in (directory.gold, directory.checkpoints))
-        why = None if own == resumed.folder else _damage(own)
-        if why is None:
-            continue
-        if own.is_dir():
-            damaged.append(gold)
-        if gold != resumed.step and _damage(other) is not None:
-            lost.append((gold, why))
-    return lost, damaged
+        if own != resumed.folder and (why := _damage(own)) is not None:
+            found.append((gold, why, gold != resumed.step and _damage(other) is not None))
+    return found
 
 
 def _damage(folder: Path) -> str | None:
@@ -62,7 +52,7 @@ def _golds_of(saved: Mapping[str, Any]) -> set[int]:
 
 
 class BestCheckpoints:
-    """The folders `gold/` and `kept/` of a run that continues from step `last`, -1 if it begins; `bad` as found then.
+    """The folders `gold/` and `kept/` of a run that continues from step `last`, -1 if it begins; `bad`: its `bad_golds`.
 
     A replaced gold stays as long as the ledger of a checkpoint that may be resumed, a kept one too, needs it, so that
     going back to that checkpoint loses nothing. What came after step `last` is moved to `superseded/`, as it will be
@@ -84,9 +74,9 @@ class BestCheckpoints:
         }
         needed = self._needed_by.get(last, set())
         self.gold.set_aside_after(last)
-        for step in set(bad.damaged) & set(self.gold.steps()):
+        for step in {step for step, _, _ in bad} & set(self.gold.steps()):
             self.gold.set_aside(step)
-        for step in sorted(needed - set(self.gold.steps()) - bad.lost.keys()):
+        for step in sorted(needed - set(self.gold.steps()) - {step for step, _, lost in bad if lost}):
             self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the saves of the two
         self.kept.set_aside_after(last)
         if last in self._needed_by and _was_to_be_kept(directory, last):
