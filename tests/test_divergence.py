@@ -1,7 +1,6 @@
 """Whole runs that meet noise, a rate that explodes and a state that is not finite: skipped, gone back from, or ended."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from compared_runs import CLOCK_FIELDS, saved_arrays, without_clock
-from tiny_run import flip_bit, tiny_data, tiny_train, with_changes, write_corpus
+from tiny_run import diverges, flip_bit, tiny_data, tiny_train, with_changes, write_corpus
 
 from curriculum.branch import branch
 from curriculum.cli.main import cli
@@ -30,7 +29,7 @@ from curriculum.train.divergence import Diverged
 from curriculum.train.history import History
 from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
-from curriculum.train.signals import Stopped
+from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.trainer import train, train_built
 from curriculum.views import inspection_text
 from curriculum.views.inspection import inspect_run
@@ -64,6 +63,17 @@ def config_data(folder, **changes):
 
 
 ROLLBACK = {"train__rollback": {"after": 3, "skip_steps": 5, "max": 2}}
+
+
+def short(place, steps, max, law=0.0):
+    """A run of one phase that saves every 5 steps, and goes back `max` times."""
+    rollback = {"after": 1, "skip_steps": 3, "max": max}
+    return config_data(
+        place,
+        phases=[{"name": "only", "until": "end", "mixture": {"web": 1 - law, "law": law}}],
+        train={"steps": steps, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback},
+        checkpoint={"every": 5, "keep": 9},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +133,10 @@ def record(run_dir, without=("resume", "rollback")):
     return without_clock(e for e in run.events if e["event"] not in without), without_clock(run.metrics)
 
 
+def rollbacks(run_dir):
+    return [event for event in load_run(run_dir).events if event["event"] == "rollback"]
+
+
 def last_loss(run_dir):
     return load_run(run_dir).complete["final_val_loss"]
 
@@ -151,8 +165,7 @@ def test_bad_updates_in_words():
 
 
 def test_three_bad_batches_in_a_row_are_gone_back_from(place, clean, gone_back):
-    run = load_run(gone_back)
-    (rollback,) = [e for e in run.events if e["event"] == "rollback"]
+    run, (rollback,) = load_run(gone_back), rollbacks(gone_back)
     wanted = {"step": 132, "told_at_step": 138, "first_bad_step": 135, "skip_steps": 5, "number": 1, "max": 2}
     assert {key: rollback[key] for key in wanted} == wanted
     assert rollback["reason"] == "3 updates in a row were bad, from update 135 on"
@@ -201,119 +214,62 @@ def test_resumed_after_it_the_run_still_passes_over(place, gone_back, tmp_path):
     run_dir = shutil.copytree(gone_back, tmp_path / "run")
     trained(place, run_dir, config_data(place / "noisy", **ROLLBACK), resume=144)
     assert state_of(run_dir) == state_of(gone_back) and record(run_dir) == record(gone_back)
-    assert [e["event"] for e in load_run(run_dir).events].count("rollback") == 1
+    assert len(rollbacks(run_dir)) == 1
 
 
 def test_the_gold_checkpoint_will_do_where_no_other_lies_before_it(place, from_the_start, tmp_path):
     data = config_data(place / "noisy", **ROLLBACK, checkpoint={"every": 150, "keep": 2})
     run = load_run(trained(place, tmp_path / "run", data))
     assert state_of(tmp_path / "run") == state_of(from_the_start)
-    (rollback,) = [e for e in run.events if e["event"] == "rollback"]
+    (rollback,) = rollbacks(tmp_path / "run")
     assert rollback["step"] == 100 and [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
 
 
 def test_a_branch_takes_over_what_its_trunk_passed_over(place, tmp_path, monkeypatch):
     """Of two sources, so that an order that began anew would be another one."""
-    phases = [{"name": "only", "until": "end", "mixture": {"web": 0.73, "law": 0.27}}]
-    rollback = {"after": 1, "skip_steps": 3, "max": 2}
-    train_section = {"steps": 30, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback}
-    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
-    find, found = divergence._find, []
-
-    def finds_one(run, done, whole_state):
-        if done == 19 and not found:
-            run.settle(done)
-            found.append(divergence._Divergence("planted", 17, divergence._newest(run.directory, 17), 17))
-            return found[0]
-        return find(run, done, whole_state)
-
-    monkeypatch.setattr(divergence, "_find", finds_one)
-    trained(place, tmp_path / "trunk", data)
-    (rollback,) = [e for e in load_run(tmp_path / "trunk").events if e["event"] == "rollback"]
-    assert rollback["step"] == 15 and found
+    diverges(monkeypatch, (19, 17))
+    trained(place, tmp_path / "trunk", short(place, steps=30, max=2, law=0.27))
+    (rollback,) = rollbacks(tmp_path / "trunk")
+    assert rollback["step"] == 15
     # The checkpoints are those of step 15, which knows of no rollback, and of 25; the last is the branch of a branch.
     for trunk, at in (("trunk", 18), ("trunk", 25), ("at18", 19)):
         branch(tmp_path / trunk, at, tmp_path / f"at{at}", store_dir=place / "store")
         assert state_of(tmp_path / f"at{at}", 30) == state_of(tmp_path / "trunk", 30)
-        (told,) = [e for e in load_run(tmp_path / f"at{at}").events if e["event"] == "rollback"]
-        assert without_clock([told]) == without_clock([rollback])
+        assert without_clock(rollbacks(tmp_path / f"at{at}")) == without_clock([rollback])
         ledger = json.loads((tmp_path / f"at{at}/checkpoints/30/ledger/metadata").read_text())
         assert ledger["history"]["rollbacks"] == [{"step": 15, "first_bad_step": 17, "skip_steps": 3}]
 
 
 def test_a_rollback_that_no_checkpoint_of_the_trunk_knows_is_told_once_by_a_branch(place, tmp_path, monkeypatch):
     """It comes to that rollback by itself, on its way from the checkpoint to the step where it branches."""
-    rollback = {"after": 1, "skip_steps": 3, "max": 1}
-    train_section = {"steps": 30, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback}
-    phases = [{"name": "only", "until": "end", "mixture": {"web": 1.0}}]
-    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
-    find = divergence._find
-
-    def finds(run, done, whole_state):
-        if done == 19:
-            run.settle(done)
-            return divergence._Divergence("planted", 17, divergence._newest(run.directory, 17), 17)
-        return find(run, done, whole_state)
-
-    monkeypatch.setattr(divergence, "_find", finds)
+    diverges(monkeypatch, *[(19, 17)] * 4)  # the second time it ends the run, and the branch as well
     with pytest.raises(Diverged):
-        trained(place, tmp_path / "trunk", data)
+        trained(place, tmp_path / "trunk", short(place, steps=30, max=1))
     with pytest.raises(Diverged):
         branch(tmp_path / "trunk", 18, tmp_path / "new", store_dir=place / "store")
     for name in ("trunk", "new"):
-        (told,) = [e for e in load_run(tmp_path / name).events if e["event"] == "rollback"]
+        (told,) = rollbacks(tmp_path / name)
         assert (told["step"], told["first_bad_step"], told["number"]) == (15, 17, 1)
 
 
 def test_a_branch_where_its_trunk_s_second_rollback_begins_comes_to_it_by_itself(place, tmp_path, monkeypatch):
-    train_section = {"steps": 20, "batch_size": ROWS, "seq_len": LENGTH}
-    train_section["rollback"] = {"after": 1, "skip_steps": 3, "max": 2}
-    phases = [{"name": "only", "until": "end", "mixture": {"web": 0.73, "law": 0.27}}]
-    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
-    find = divergence._find
-
-    def finds(run, done, whole_state):
-        first = (7, 10)[len(run.history.rollbacks)] if len(run.history.rollbacks) < 2 else None
-        if first is not None and done == first + 1:
-            run.settle(done)
-            return divergence._Divergence("planted", first, divergence._newest(run.directory, first), first)
-        return find(run, done, whole_state)
-
-    monkeypatch.setattr(divergence, "_find", finds)
-    trained(place, tmp_path / "trunk", data)
+    diverges(monkeypatch, (8, 7), (11, 10))
+    trained(place, tmp_path / "trunk", short(place, steps=20, max=2, law=0.27))
+    diverges(monkeypatch, (11, 10))
     branch(tmp_path / "trunk", 10, tmp_path / "new", store_dir=place / "store")
-    told = [
-        [
-            (e["number"], e["step"], e["first_bad_step"])
-            for e in load_run(tmp_path / name).events
-            if e["event"] == "rollback"
-        ]
-        for name in ("trunk", "new")
-    ]
-    assert told[0] == told[1] == [(1, 5, 7), (2, 10, 10)]
+    for name in ("trunk", "new"):
+        told = [(e["number"], e["step"], e["first_bad_step"]) for e in rollbacks(tmp_path / name)]
+        assert told == [(1, 5, 7), (2, 10, 10)]
     assert state_of(tmp_path / "new", 20) == state_of(tmp_path / "trunk", 20)
 
 
 def test_a_branch_before_the_data_that_its_trunk_passed_over_may_go_back_itself(place, tmp_path, monkeypatch):
     """From a checkpoint that was saved after the rollback, and before its first bad update."""
-    rollback = {"after": 1, "skip_steps": 3, "max": 1}
-    train_section = {"steps": 24, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback}
-    phases = [{"name": "only", "until": "end", "mixture": {"web": 1.0}}]
-    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
-    find, stopped = divergence._find, []
-
-    def finds(run, done, whole_state):
-        gone_back = any(segment.start == 17 for segment in run.setup.course.schedule.segments)
-        if done == 16 and gone_back and not stopped:
-            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
-        if done == 19 and not gone_back:
-            run.settle(done)
-            return divergence._Divergence("planted", 17, divergence._newest(run.directory, 17), 17)
-        return find(run, done, whole_state)
-
-    monkeypatch.setattr(divergence, "_find", finds)
-    with pytest.raises(Stopped):
-        trained(place, tmp_path / "trunk", data)
+    found = diverges(monkeypatch, (19, 17), (19, 17))
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignals, "after", lambda _, step: signal.SIGTERM if found and step == 16 else None)
+        with pytest.raises(Stopped):
+            trained(place, tmp_path / "trunk", short(place, steps=24, max=1))
     (of_trunk,) = read_ledger(tmp_path / "trunk/checkpoints/16")["history"]["rollbacks"]
     assert (of_trunk["step"], of_trunk["first_bad_step"]) == (15, 17)
     shutil.copytree(tmp_path / "trunk/checkpoints/16", tmp_path / "trunk/kept/16")
@@ -544,18 +500,12 @@ def begun_with_base(folder, steps):
 
 def without_a_checkpoint(folder, run_dir, monkeypatch):
     """Goes on to step 16, and finds at 14 that it diverged and that no checkpoint is there to go back to."""
-    find, found = divergence._find, []
 
-    def finds_one(run, done, whole_state):
-        if done == 14 and not found:
-            run.settle(done)
-            found.append(divergence._Divergence("planted", 13, None, 13))
-            for place in (run.directory.checkpoints, run.directory.gold):
-                shutil.rmtree(place)
-            return found[0]
-        return find(run, done, whole_state)
+    def all_gone(directory, _):
+        for place in (directory.checkpoints, directory.gold):
+            shutil.rmtree(place)
 
-    monkeypatch.setattr(divergence, "_find", finds_one)
+    found = diverges(monkeypatch, (14, 13), good=all_gone)
     tiny_train(folder, run_dir, resume="latest", **begun_with_base(folder, 16))
     assert found
 

@@ -7,7 +7,7 @@ import signal
 from functools import partial
 
 import pytest
-from tiny_run import flip_bit, last_state, record, tiny_data, tiny_train, write_corpus
+from tiny_run import diverges, flip_bit, last_state, record, tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -84,17 +84,9 @@ def trained(
     `meanwhile` is called with its folder, and it goes on with `again` in the place of some sections.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
-    find, found, after = divergence._find, [], StopSignals.after
-
-    def finds_one(run, done, whole_state):
-        if done != 8 or found:
-            return find(run, done, whole_state)
-        run.settle(done)
-        found.append(divergence._Divergence("planted", first, divergence._newest(run.directory, first), first))
-        return found[0]
-
+    after = StopSignals.after
     with monkeypatch.context() as patch:
-        patch.setattr(divergence, "_find", finds_one)
+        found = diverges(patch, (8, first))
         if stop is not None:
             patch.setattr(StopSignals, "after", lambda _, step: signal.SIGTERM if step == stop else None)
             with pytest.raises(Stopped):

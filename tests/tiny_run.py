@@ -11,6 +11,7 @@ from compared_runs import saved_arrays, without_clock
 
 from curriculum.config import build_config
 from curriculum.run import load_run
+from curriculum.train import divergence
 from curriculum.train.trainer import train
 from evalsets.suite import Suite
 
@@ -90,6 +91,25 @@ def flip_bit(path: Path, byte: int | None = None) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if byte is None else byte] ^= 4
     path.write_bytes(content)
+
+
+def diverges(monkeypatch, *bad: tuple[int, int], good=divergence._newest) -> list:
+    """Divergences that runs find one after the other, as (step that finds it, first bad update); the list of the found.
+
+    `good` gives the checkpoint to go back to.
+    """
+    find, found = divergence._find, []
+
+    def finds(run, done, whole_state):
+        if len(found) == len(bad) or done != bad[len(found)][0]:
+            return find(run, done, whole_state)
+        run.settle(done)
+        first = bad[len(found)][1]
+        found.append(divergence._Divergence("planted", first, good(run.directory, first), first))
+        return found[-1]
+
+    monkeypatch.setattr(divergence, "_find", finds)
+    return found
 
 
 def worse_from(monkeypatch, first: int, factor: float = 3.0, num_evals: float = math.inf) -> None:

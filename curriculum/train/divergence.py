@@ -36,18 +36,22 @@ class Diverged(Exception):
 
 
 class GoingBack(Exception):
-    """Training diverged, and the run goes back. Its schedule already leaves out the bad data."""
+    """Training diverged, and the run goes back to `good`, None: to its start. Its schedule leaves out the bad data."""
 
-    def __init__(self, rollback: Rollback):
-        self.rollback = rollback
+    def __init__(self, rollback: Rollback, good: Resumed | None):
+        self.rollback, self.good = rollback, good
         super().__init__(rollback.event["reason"])
 
 
 class _Divergence(NamedTuple):
     reason: str
     first_bad_step: int  # data are passed over from here on
-    good_step: int | None  # of the checkpoint to go back to; None if there is none
+    good: Resumed | None  # the checkpoint to go back to; None if there is none
     found_step: int  # the first update that looked bad
+
+    @property
+    def good_step(self) -> int | None:
+        return self.good and self.good.step
 
 
 def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> None:
@@ -72,7 +76,7 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
             except RollbackRefused as refused:
                 why = f"the data of {counted(config.skip_steps, 'step')} cannot be passed over: {refused}"
             else:
-                raise GoingBack(_rollback(run, done, divergence))
+                raise GoingBack(_rollback(run, done, divergence), divergence.good)
     first, good = divergence.first_bad_step, divergence.good_step
     _record_diverged(run.record, done, divergence.reason, first, rollbacks, good)
     raise Diverged(_summary(run, done, divergence, why))
@@ -114,19 +118,13 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
     return Rollback(event, [*before, now], edits)
 
 
-def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rollback: Rollback) -> Resumed | None:
-    """The checkpoint that a run goes back to; None if it begins anew, with the parameters that it first began with.
-
-    Raises Diverged if those are gone.
-    """
-    done, reason, first = (rollback.event[key] for key in ("told_at_step", "reason", "first_bad_step"))
-    resumed, _ = resumed_by_first(lambda: (newest_resumed(directory, first), None))
-    if resumed is not None:
-        return resumed
+def begin_anew(setup: Setup, directory: RunDirectory, record: Record, rollback: Rollback) -> None:
+    """Find again the parameters that a run first began with. Raises Diverged if they are gone."""
     if setup.lineage is not None and setup.states.frozen is None:
         try:
             setup.states.base = base_again(setup.config, setup.model, setup.lineage)
         except InputError as error:
+            done, reason, first = (rollback.event[key] for key in ("told_at_step", "reason", "first_bad_step"))
             _record_diverged(record, done, reason, first, rollback.rollbacks[:-1], None)
             raise Diverged(
                 f"training diverged at step {done}: {reason}\n"
@@ -135,7 +133,6 @@ def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rol
                 + "\n".join(f"               {problem}" for problem in error.problems)
                 + "\n  what to try  restore it from a copy, and continue with --resume latest"
             ) from None
-    return None
 
 
 def _record_diverged(
@@ -163,14 +160,14 @@ def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
         except NonFiniteState as error:
             run.settle(done)
             good = _newest(run.directory, done)
-            return _Divergence(str(error), good or 0, good, done - 1)
+            return _Divergence(str(error), good.step if good else 0, good, done - 1)
     return None
 
 
-def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
-    """The newest step up to `at_or_before` whose checkpoint verifies; None if there is none."""
+def _newest(directory: RunDirectory, at_or_before: int) -> Resumed | None:
+    """The newest checkpoint up to a step that verifies; None if there is none."""
     resumed, _ = resumed_by_first(lambda: (newest_resumed(directory, at_or_before), None))
-    return resumed and resumed.step
+    return resumed
 
 
 def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:

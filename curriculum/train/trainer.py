@@ -20,7 +20,7 @@ from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, taking_up
 from curriculum.train.averages import averages_at
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
-from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
+from curriculum.train.divergence import GoingBack, begin_anew, check_diverged
 from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import first_then_all, from_first, is_first, leaving_on_error
 from curriculum.train.resuming import going_back, ledger, opening
@@ -132,9 +132,10 @@ def train_built(
                     decide_gold(run, step or 0)
                     return _loop(run, step or 0, worse)
                 except GoingBack as going:
-                    rollback = going.rollback
+                    resumed, rollback, edits = going.good, going.rollback, going.rollback.edits
             del run, state  # frees the memory before another state is restored
-            resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
+            if resumed is None:
+                begin_anew(setup, directory, record, rollback)
             with taking_up.writable(directory):
                 from_first(partial(going_back.write, setup, directory, resumed, rollback))
 

@@ -52,7 +52,7 @@ def _golds_of(saved: Mapping[str, Any]) -> set[int]:
 
 
 class BestCheckpoints:
-    """The folders `gold/` and `kept/` of a run that continues from step `last`, -1 if it begins; `bad`: its `bad_golds`.
+    """The folders `gold/` and `kept/` of a run that continues from step `last`, -1: it begins; `bad`: its `bad_golds`.
 
     A replaced gold stays as long as the ledger of a checkpoint that may be resumed, a kept one too, needs it, so that
     going back to that checkpoint loses nothing. What came after step `last` is moved to `superseded/`, as it will be
