@@ -26,9 +26,8 @@ from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.schema.adaptation import find_base
 from curriculum.schema.mesh import MeshConfig
-from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
-from curriculum.train.mesh import make_mesh
+from curriculum.train.mesh import abstract_on_mesh, make_mesh
 from curriculum.train.trainer import train
 
 NUM_TOKENS, NUM_ROWS = 270, 272  # the tokenizer's ids and the embedding's rows: as in Qwen's folders there are more

@@ -657,8 +657,7 @@ from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.transformer import transformer
 from curriculum.train.device import tune_device
 from curriculum.schema.mesh import MeshConfig
-from curriculum.train.mesh import make_mesh
-from curriculum.train.abstract import abstract_on_mesh
+from curriculum.train.mesh import abstract_on_mesh, make_mesh
 
 tune_device(None)
 small, large = sys.argv[1:]

@@ -29,8 +29,8 @@ from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
 from curriculum.schema.mesh import MeshConfig, uneven_rows
-from curriculum.train.abstract import abstract_batch, abstract_on_mesh
-from curriculum.train.mesh import AXES, ROW_AXES, make_mesh, on_mesh, state_shardings
+from curriculum.train.compiled import abstract_batch
+from curriculum.train.mesh import AXES, ROW_AXES, abstract_on_mesh, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.programs import StepShape, needed_bytes
 from curriculum.train.step import init_state, make_train_step

@@ -28,10 +28,9 @@ from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.record.wording import listed
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import mean_steps
-from curriculum.train.abstract import zeros
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.checkpoints.folder import Checkpoints
-from curriculum.train.mesh import constrain
+from curriculum.train.mesh import constrain, zeros
 from curriculum.train.processes.together import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState

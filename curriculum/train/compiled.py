@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
@@ -16,15 +17,15 @@ from curriculum.model.loss import score_targets
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
-from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
 from curriculum.train.kept import keeping, kept
-from curriculum.train.mesh import everywhere, on_mesh, place_rows, place_state, row_shards
+from curriculum.train.mesh import ROW_AXES, everywhere, on_mesh, place_rows, place_state, row_shards, zeros
 from curriculum.train.programs import Programs, StepShape, needed_bytes
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
 from curriculum.train.step import TrainState, UpdateKnobs, clear_window, make_train_step
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite, SumWindows, summed_by_window
+from phases.batches import Batch
 
 # Up to this size of a state, a program that is compiled ahead is run once, on zeros. With one layer of width 32 the
 # first run took 30 to 60 ms of CPU time, later ones 3 to 5. Meanwhile it needs the memory of a second state.
@@ -110,7 +111,7 @@ class Compiled:
             mesh=mesh,
         )
         inputs = [states.like, abstract_batch(mesh, shape), *UpdateKnobs()]
-        frozen = {} if states.frozen is None else {"frozen": jax.tree.map(abstract_of, states.frozen)}
+        frozen = {} if states.frozen is None else {"frozen": states.frozen}
         return jax.jit(train_step, donate_argnums=0, out_shardings=states.shardings).lower(*inputs, **frozen)
 
     def update_bytes(self, shape: StepShape) -> int:
@@ -125,7 +126,8 @@ class Compiled:
     def _warm(self, shape: StepShape, update: Callable[..., TrainState]) -> None:
         """Run an update once, on zeros."""
         mesh, like = self._states.mesh, self._states.like
-        if mesh.size > 1 or num_bytes(like) > WARMED_BYTES:  # no second program may run collectives beside the run's
+        num_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(like))
+        if mesh.size > 1 or num_bytes > WARMED_BYTES:  # no second program may run collectives beside the run's
             return
         state, batch = (jax.tree.map(zeros, shapes) for shapes in (like, abstract_batch(mesh, shape)))
         jax.block_until_ready(update(state, batch, *UpdateKnobs()).step)
@@ -149,6 +151,14 @@ class Compiled:
         if rope_theta is not None:
             architecture = replace(architecture, rope_theta=rope_theta)
         return _transformer_on(architecture, mesh, BY_BACKEND[backend()])
+
+
+def abstract_batch(mesh: Mesh, shape: StepShape) -> Batch:
+    """Shapes, types and placement of a batch."""
+    A, B, T, _ = shape
+    lying = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
+    ids_ABT, scored_ABT = lying((A, B, T), np.int32), lying((A, B, T), np.bool_)
+    return Batch(ids_ABT, ids_ABT, scored_ABT, ids_ABT, lying((A, B), np.int32))
 
 
 @kept

@@ -117,6 +117,20 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     )
 
 
+def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
+    """Shapes, types and placement of a state or of parameters, for which programs are compiled before there are any."""
+    return jax.tree.map(
+        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+        shapes,
+        state_shardings(mesh, shapes),
+    )
+
+
+def zeros(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of zeros, placed as `like`."""
+    return placed(np.zeros(like.shape, like.dtype), like.sharding)
+
+
 def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
     """Put a host array, the same in every process, on devices; each gets only its part by the sharding."""
     if sharding.is_fully_addressable:

@@ -27,12 +27,11 @@ from curriculum.scheduling import NO_PAST, Past
 from curriculum.schema.adaptation import Base, resolved_model
 from curriculum.schema.checks import NO_ADAPTERS
 from curriculum.schema.shapes import row_problems
-from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.bases import check_base, load_frozen
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
-from curriculum.train.mesh import introduce, make_mesh, row_shards
+from curriculum.train.mesh import abstract_on_mesh, introduce, make_mesh, row_shards
 from curriculum.train.processes.together import check_same, count, first_then_all, from_first, share_folder
 from curriculum.train.resuming.start import Start
 from curriculum.train.samples import Samples

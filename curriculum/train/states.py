@@ -19,12 +19,11 @@ from curriculum.model.model import Model, Params, abstract_params, shapes_by_nam
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_adapters
 from curriculum.schema.adaptation import Base, HfBase
-from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import beside_params, restore
 from curriculum.train.guard import with_window
 from curriculum.train.kept import keeping
-from curriculum.train.mesh import place_state, state_shardings
+from curriculum.train.mesh import abstract_on_mesh, place_state, state_shardings
 from curriculum.train.optimizer import make_optimizer
 from curriculum.train.step import TrainState, init_state, window_for
 

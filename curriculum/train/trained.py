@@ -18,10 +18,9 @@ from curriculum.record.wording import mesh_text
 from curriculum.saved_weights import Saved
 from curriculum.schema.adaptation import resolved_model
 from curriculum.schema.mesh import MeshConfig
-from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.bases import whole_params
 from curriculum.train.device import cache_compiled, check_platform, tune_device
-from curriculum.train.mesh import make_mesh
+from curriculum.train.mesh import abstract_on_mesh, make_mesh
 
 
 class Trained(NamedTuple):

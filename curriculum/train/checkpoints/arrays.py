@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there
 from curriculum.model.model import by_name
-from curriculum.train.abstract import abstract_of
 
 # Runs the saves of a process one after the other: orbax tells their operations apart by one counter for all of them.
 in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -88,7 +87,7 @@ def _restore(folder: Path, like: Any) -> Any:
     if like is None:
         like = abstract_on_host(saved)
     else:
-        like = jax.tree.map(abstract_of, like)
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         _check_arrays(folder, _described(saved), _described(like))
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder, like)
