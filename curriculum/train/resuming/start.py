@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
     if saved is None:
         if section.init_from is None:
             return Start()
-        base = _base_of(config, "ledger/")
+        parts = ("params/", "train/") if section.keep_optimizer else "params/"  # all that is taken from it
+        base = found_by_first(partial(_base_of, config), parts)
         lineage = base.lineage(section.keep_optimizer)
-        # One process verifies the checksums of all that is taken from it, not each.
-        if fingerprint := from_first(lambda: _verified(config)):
-            lineage["fingerprint"] = fingerprint
+        if isinstance(base, HfBase):
+            lineage["fingerprint"] = from_first(lambda: hf_fingerprint(base.folder))
         return Start(lineage, base, base if section.lora else None)
     lineage = saved["lineage"] or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
@@ -59,12 +60,6 @@ def _base_of(config: Config, part: str | tuple[str, ...]) -> Base | HfBase:
         return find_base(config.adaptation.init_from, part)
     except InputError as error:
         raise config.error(("adaptation.init_from", problem) for problem in error.problems) from None
-
-
-def _verified(config: Config) -> str | None:
-    """Raise InputError if what a run begins from is damaged; return a Hugging Face folder's fingerprint, else None."""
-    base = _base_of(config, ("params/", "train/") if config.adaptation.keep_optimizer else "params/")
-    return hf_fingerprint(base.folder) if isinstance(base, HfBase) else None
 
 
 def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
