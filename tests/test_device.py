@@ -87,12 +87,15 @@ def test_checkpoints_may_leave_the_cards_through_all_of_the_machines_memory(gpu_
         assert int(os.environ[HOST_MEMORY_LIMIT]) == expected
 
 
+def run(program, *arguments, **environment):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(("given", "kept"), [("cuda", "cuda,cpu"), ("cpu", "cpu"), ("cuda,cpu", "cuda,cpu"), ("", "")])
 def test_the_cpu_stays_beside_a_card_that_is_asked_for(given, kept):
     program = "import jax; from curriculum.train.device import tune_device; tune_device(None); print(jax.config.jax_platforms or '')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": given}, capture_output=True, text=True
-    )
+    done = run(program, JAX_PLATFORMS=given)
     assert (done.returncode, done.stdout.strip()) == (0, kept), done.stderr
 
 
@@ -101,17 +104,13 @@ def test_a_card_that_is_asked_for_and_not_there_is_no_cpu(given, refused):
     if jax.devices()[0].platform != "cpu":
         pytest.skip("what is said where jax sees no GPU")
     program = "from curriculum.train.device import check_platform, tune_device; tune_device(None); check_platform()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": given}, capture_output=True, text=True
-    )
+    done = run(program, JAX_PLATFORMS=given)
     assert (done.returncode != 0) == refused, done.stderr
     assert ("InputError: JAX_PLATFORMS: got cuda, but jax finds no such device" in done.stderr) == refused
 
 
 def test_a_platform_that_is_none_is_told_in_a_line():
-    program = "from curriculum.train.device import check_platform; check_platform()"
-    environment = os.environ | {"JAX_PLATFORMS": "no_such"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = run("from curriculum.train.device import check_platform; check_platform()", JAX_PLATFORMS="no_such")
     told = done.stderr.splitlines()[-1]
     assert told.startswith("curriculum.errors.InputError: jax does not start: ") and "no_such" in told
 
@@ -126,8 +125,7 @@ def test_a_flag_is_known_by_its_whole_name():
 def test_the_installed_jaxlib_knows_each_flag(flag):
     """Set as a run sets it: jax is imported already, its backend has not started."""
     program = "import os, sys, jax; os.environ['XLA_FLAGS'] = sys.argv[1]; print(len(jax.devices()))"
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program, flag], env=environment, capture_output=True, text=True)
+    done = run(program, flag, XLA_FLAGS="", JAX_PLATFORMS="cpu")
     known = "no_such" not in flag
     assert (done.returncode == 0) == known and (done.stdout == "1\n") == known, done.stderr
 
@@ -286,28 +284,27 @@ def test_when_huge_pages_are_asked_for(tmp_path, monkeypatch, changed, expected)
     assert not device._can_ask_for_huge_pages(tmp_path)
 
 
+CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
 @pytest.fixture
 def kept():
     """The settings of jax's cache, put back afterwards."""
-    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
-    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
-    yield lambda: tuple(getattr(jax.config, name) for name in before)
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    yield lambda: tuple(getattr(jax.config, name) for name in CACHE)
     for name, value in before.items():
         jax.config.update(name, value)
 
 
 def test_compiled_programs_lie_beside_the_stores_where_jax_was_given_no_folder(kept, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    cache_compiled(tmp_path / "store")
-    assert kept() == (str(tmp_path / "store/compiled"), 0.0, -1)  # everything, however small and quick
-
-
-def test_a_folder_that_jax_was_given_stays_with_its_limits(kept, tmp_path):
-    given = (str(tmp_path / "given"), 2.5, 7)
-    jax.config.update("jax_compilation_cache_dir", given[0])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", given[1])
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", given[2])
-    cache_compiled(tmp_path / "store")
-    assert kept() == given
+    everything = str(tmp_path / "store/compiled"), 0.0, -1  # however small and quick
+    own = str(tmp_path / "given"), 2.5, 7
+    for given, expected in (((None, 1.0, 0), everything), (own, own)):
+        for name, value in zip(CACHE, given, strict=True):
+            jax.config.update(name, value)
+        cache_compiled(tmp_path / "store")
+        assert kept() == expected

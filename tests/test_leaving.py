@@ -28,21 +28,33 @@ def test_a_single_process_decides_for_itself():
         assert from_first(lambda: {1: (2,)}) == {1: (2,)} and first_then_all(lambda: 3) == 3
 
 
-DECIDE = """
-import errno, json, sys, time
+# At the head of a program that is one of two processes.
+JOINED = """
+import atexit, errno, json, os, sys, time
 from pathlib import Path
 from curriculum.errors import InputError
-from curriculum.disk.lock import RunLock
-from curriculum.train.processes import peers
-from curriculum.train.processes import together
-from curriculum.train import taking_up
+from curriculum.train.processes import peers, together
 from curriculum.train.processes.launch import Launch
 
-port, index, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-taking_up._SEEN_SECONDS = 0.2
-peers.GRACE_SECONDS = together._NEWS_SECONDS = 0.2
-peers._OFF_SECONDS = 60
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS, together._NEWS_SECONDS = 4.0, 0.2
 together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+"""
+
+
+def two(program, *arguments):
+    """Both processes of a program that goes on from JOINED."""
+    port = free_port()
+    return [start(["-c", JOINED + program, port, i, *arguments]) for i in range(2)]
+
+
+DECIDE = """
+from curriculum.disk.lock import RunLock
+from curriculum.train import taking_up
+
+folder = Path(sys.argv[3])
+taking_up._SEEN_SECONDS = 0.2
+peers.GRACE_SECONDS, peers._OFF_SECONDS = 0.2, 60
 told, made = {}, []
 
 def attempt(name, function, *arguments):
@@ -80,11 +92,10 @@ sys.exit(5)
 
 
 def test_what_two_processes_decide_together(tmp_path):
-    port = free_port()
-    two = [start(["-c", DECIDE, port, i, tmp_path]) for i in range(2)]
-    code, first = ended(two[0], 60)
+    first, second = two(DECIDE, tmp_path)
+    code, first = ended(first, 60)
     assert (tmp_path / "late").exists()  # process 0 ended after it
-    left, second = ended(two[1], 60)
+    left, second = ended(second, 60)
     first, *last_line = first.splitlines()
     first, second = json.loads(first), json.loads(second)
     assert first["value"] == second["value"] == {"of": 0}
@@ -134,18 +145,10 @@ def test_another_installation_is_told(tmp_path, monkeypatch):
 
 
 LEAVES = """
-import sys, time
 from curriculum.cli import main
-from curriculum.train.processes import peers
-from curriculum.train.processes import together
-from curriculum.train.processes.launch import Launch
 from curriculum.train.programs import Programs, StepShape
 
-port, index = int(sys.argv[1]), int(sys.argv[2])
-peers.GRACE_SECONDS, together._NEWS_SECONDS = 4.0, 0.2
-together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
-if index:
-    time.sleep(60)
+time.sleep(60 * index)
 programs = Programs(lambda shape: time.sleep(300))
 programs.ahead([StepShape(1, 1, 1)])
 programs.close()
@@ -161,8 +164,7 @@ main.main()
 
 def test_process_0_sees_the_others_off_while_something_is_compiled_too():
     """It leaves without the interpreter's end then, and jax's service would end before the other has said why."""
-    port = free_port()
-    first, second = (start(["-c", LEAVES, port, i]) for i in range(2))
+    first, second = two(LEAVES)
     try:
         assert first.wait(60) == 2
         second.wait(3)  # process 0 ended after it, which by itself gives the other one 4 seconds
@@ -173,15 +175,7 @@ def test_process_0_sees_the_others_off_while_something_is_compiled_too():
 
 
 HANGS = """
-import sys, time
-from curriculum.errors import InputError
-from curriculum.train.processes import peers
-from curriculum.train.processes import together
-from curriculum.train.processes.launch import Launch
-
-port, index = int(sys.argv[1]), int(sys.argv[2])
-peers.GRACE_SECONDS, together._NEWS_SECONDS, together._LEAVE_SECONDS = 4.0, 0.2, 0.5
-together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+together._LEAVE_SECONDS = 0.5
 time.sleep(60 * index)
 together.leave(InputError("runs/a: No space left on device"))
 time.sleep(60)
@@ -189,8 +183,7 @@ time.sleep(60)
 
 
 def test_an_error_of_the_users_is_no_traceback_where_the_clean_up_hangs():
-    port = free_port()
-    first, second = (start(["-c", HANGS, port, i]) for i in range(2))
+    first, second = two(HANGS)
     try:
         assert ended(first, 60) == (2, "error: runs/a: No space left on device\n")
     finally:
@@ -198,15 +191,6 @@ def test_an_error_of_the_users_is_no_traceback_where_the_clean_up_hangs():
 
 
 BOTH_LEAVE = """
-import atexit, os, sys, time
-from curriculum.errors import InputError
-from curriculum.train.processes import peers
-from curriculum.train.processes import together
-from curriculum.train.processes.launch import Launch
-
-port, index = int(sys.argv[1]), int(sys.argv[2])
-peers.GRACE_SECONDS, together._NEWS_SECONDS = 4.0, 0.2
-together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
 time.sleep(index)
 together.leave(InputError(f"error {index}"))
 if index:
@@ -219,8 +203,7 @@ atexit.register(together._exit_at_once, 2)
 
 def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile(tmp_path):
     """At the interpreter's end, where Python 3.12 starts no thread."""
-    port = free_port()
-    first, second = (start(["-c", BOTH_LEAVE, port, i, tmp_path / "late"]) for i in range(2))
+    first, second = two(BOTH_LEAVE, tmp_path / "late")
     try:
         assert ended(first, 60) == (2, "")
         assert (tmp_path / "late").exists()  # process 0 ended after it
