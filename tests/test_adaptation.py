@@ -23,7 +23,7 @@ from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.disk.manifest import update_manifest, write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
-from curriculum.model.presets import resolve_model
+from curriculum.model.presets import ModelConfig, resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
@@ -488,8 +488,6 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
     ledger.write_text(json.dumps(kept))
     update_manifest(Path("base/checkpoints/4"), ["ledger/metadata"])
     architecture = json.loads(Path("base/model.json").read_text())
-    from curriculum.model.presets import ModelConfig
-    from curriculum.model.transformer import transformer
 
     def other(vocab_size):
         return transformer(ModelConfig.of(architecture | {"rope_theta": 500.0}))

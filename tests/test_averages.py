@@ -234,9 +234,7 @@ def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_pat
     arrays = max((tmp_path / "run/checkpoints/9/params").rglob("*"), key=lambda path: path.stat().st_size)
     for path in ("checkpoints/14", "averages/last"):
         shutil.rmtree(tmp_path / "run" / path)
-    content = bytearray(arrays.read_bytes())
-    content[len(content) // 2] ^= 4
-    arrays.write_bytes(content)
+    flip_bit(arrays)
     train(changed(folder), tmp_path / "run", resume="latest", store_dir=folder / "store")
     assert mean_steps(tmp_path / "run", "last") == [12, 14]
     (note,) = notes(tmp_path / "run", 14)

@@ -105,10 +105,14 @@ def read(schedule, until, seed=1337):
     ]
 
 
+def segmented(saved):
+    """The schedule in a ledger."""
+    return Schedule(segments_from_json(saved["segments"]))
+
+
 def assert_nothing_lost(schedule, saved, step=STEP):
     """The trained steps are the ledger's, and of every source each epoch is read whole before the next begins."""
-    old = segments_from_json(saved["segments"])
-    trained = read(type(schedule)(old), step)
+    trained = read(segmented(saved), step)
     rows = read(schedule, schedule.total_steps)
     assert rows[: len(trained)] == trained and len(trained) == step * BATCH < len(rows)
     counts = Counter(rows)
@@ -425,12 +429,6 @@ def test_a_seed_that_is_accepted_leaves_the_order_of_the_sources():
     assert ledger_of(config_of(data), schedule, 80, past)["data_seed"] == 1337
 
 
-def segmented(saved):
-    from phases.schedule import Schedule
-
-    return Schedule(segments_from_json(saved["segments"]))
-
-
 def test_a_source_that_was_read_may_go_and_come_again_with_its_count():
     _, saved = begun()
     without = changed(
@@ -520,7 +518,7 @@ def test_an_edit_on_the_way_back_to_a_bad_update_changes_rates_at_once_and_data_
         found = Found(config_of(edited), on, None, None, None, {}, {})
         return on, edit_event(edit, saved, found, (), ())["reason"]
 
-    planned = Schedule(segments_from_json(saved["segments"]))
+    planned = segmented(saved)
     rate, told = reason([put("optim.lr", 6e-4)])
     assert rate.rates([STEP - 1, STEP, 66, 67]).tolist() == [1e-3, 6e-4, 6e-4, 6e-4] and "after them" not in told
     assert read(rate, 100) == read(planned, 100)
@@ -572,7 +570,7 @@ def test_a_raised_share_ends_where_its_phase_draws_something_else_not_where_it_s
     assert edit.changes and on.segment_at(59).mixture == raised.mixture
     assert (on.segment_at(60).mixture == raised.mixture) == same
     if same:
-        assert read(on, 80) == read(Schedule(segments_from_json(saved["segments"])), 80)
+        assert read(on, 80) == read(segmented(saved), 80)
 
 
 def test_a_ramp_that_stayed_as_long_as_it_was_may_be_written_out():
@@ -784,6 +782,9 @@ def test_the_shape_of_a_phase_that_is_over_stands_and_others_may_change(name):
     assert len(read_of) == len(set(read_of)) == schedule.tokens(100) // 4
     if name in ("current theta", "micro-steps", "past", "past theta"):
         assert units(schedule, 0, 100) == units(whole, 0, 100)
+    if name == "future":
+        assert [change["path"] for change in edit.changes] == ["phases.c.seq_len", "phases.c.batch_size"]
+        assert schedule.segment_at(80).seq_len == 4 and units(schedule, 0, 80) == units(whole, 0, 80)
     if name == "current theta":
         assert [schedule.segment_at(s).rope_theta for s in (59, 60, 79, 80)] == [None, 5e5, 5e5, None]
     if name == "micro-steps":
@@ -857,20 +858,8 @@ def test_the_phase_that_had_the_longest_sequence_is_named():
         resumed(saved, changed(base, shaped("c", seq_len=4)))
 
 
-def test_a_phase_ahead_gets_another_shape():
-    whole, saved = begun()
-    schedule, _, edit = resumed(saved, changed(BASE, shaped("c", **OTHER)))
-    assert [change["path"] for change in edit.changes] == ["phases.c.seq_len", "phases.c.batch_size"]
-    assert schedule.segment_at(80).seq_len == 4 and units(schedule, 0, 80) == units(whole, 0, 80)
-
-
 def test_a_raised_share_goes_on_with_another_batch_and_ends_with_another_phase():
-    config = config_of(BASE)
-    schedule = resolve_schedule(config, epochs_of(config))
-    raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
-    past = cut(schedule.segments, 50)
-    segments = [*past, raised, *[s for s in schedule.segments if s.start >= 80]]
-    saved = ledger_of(config, replace(schedule, segments=tuple(segments)), STEP) | {"past_end": 80}
+    _, saved = with_a_raised_share()
     on, _, _ = resumed(saved, changed(BASE, put("train.batch_size", 6), shaped("a", batch_size=BATCH)))
     assert (on.segment_at(60).batch_size, on.segment_at(60).mixture) == (6, {"web": 0.8, "law": 0.2})
     on, _, _ = resumed(saved, changed(BASE, shaped("b", batch_size=6)))

@@ -34,73 +34,60 @@ OF_MPIRUN = Launch("10.96.0.1", 62624, 12, 5, (1,), "Open MPI's job 1531576321")
 ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASKS": "1"}
 
 
+NOTHING = None, None, None  # is given
+
+
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
     [
-        ((None, None, None), {}, None),
+        (NOTHING, {}, None),
         (("h:1", 1, 0), {}, None),
         (("h:81", 2, 1), {}, Launch("h", 81, 2, 1)),
         (("[fe80::1]:81", 2, 0), {}, Launch("fe80::1", 81, 2, 0)),
-        ((None, None, None), OF_JAX, Launch("h", 81, 2, 1)),
+        (NOTHING, OF_JAX, Launch("h", 81, 2, 1)),
         (("x:5", None, 0), OF_JAX, Launch("x", 5, 2, 0)),  # what is given counts first
         ((None, 1, None), OF_JAX | {"JAX_PROCESS_ID": "0"}, None),
-        ((None, None, None), {**OF_JAX, "JAX_PROCESS_ID": "", "JOB_COMPLETION_INDEX": "1"}, Launch("h", 81, 2, 1)),
-        ((None, None, None), TPU_SLICE, Launch("t-0.t", 8476, 4, 3)),
-        (
-            (None, None, None),
-            TPU_SLICE | {"JOB_COMPLETION_INDEX": "3", "JAX_COORDINATOR_PORT": "99"},
-            Launch("t-0.t", 99, 4, 3),
-        ),
-        (
-            (None, None, None),
-            TPU_SLICE | {"TPU_PROCESS_ADDRESSES": "a:8,b:8", "TPU_WORKER_ID": "0"},
-            Launch("a", 8476, 2, 0),
-        ),
-        ((None, None, None), TPU_SLICE | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
-        ((None, None, None), TPU_SLICE | {"MEGASCALE_NUM_SLICES": "2"}, None),
+        (NOTHING, {**OF_JAX, "JAX_PROCESS_ID": "", "JOB_COMPLETION_INDEX": "1"}, Launch("h", 81, 2, 1)),
+        (NOTHING, TPU_SLICE, Launch("t-0.t", 8476, 4, 3)),
+        (NOTHING, TPU_SLICE | {"JOB_COMPLETION_INDEX": "3", "JAX_COORDINATOR_PORT": "99"}, Launch("t-0.t", 99, 4, 3)),
+        (NOTHING, TPU_SLICE | {"TPU_PROCESS_ADDRESSES": "a:8,b:8", "TPU_WORKER_ID": "0"}, Launch("a", 8476, 2, 0)),
+        (NOTHING, TPU_SLICE | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        (NOTHING, TPU_SLICE | {"MEGASCALE_NUM_SLICES": "2"}, None),
         ((None, 1, None), TPU_SLICE, None),
-        ((None, None, None), SLURM, OF_STEP),
-        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, replace(OF_STEP, host="a")),
-        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, replace(OF_STEP, host="a-1")),
+        (NOTHING, SLURM, OF_STEP),
+        (NOTHING, SLURM | {"SLURM_STEP_NODELIST": "a,b"}, replace(OF_STEP, host="a")),
+        (NOTHING, SLURM | {"SLURM_STEP_NODELIST": "a-1"}, replace(OF_STEP, host="a-1")),
         # 61440 + (8200 + 4 x 1021) % 4096
-        (
-            (None, None, None),
-            SLURM | {"SLURM_STEP_ID": "4"},
-            replace(OF_STEP, port=65532, launched_by="SLURM's step 8200.4"),
-        ),
-        ((None, None, None), SLURM | {"JAX_COORDINATOR_PORT": "99"}, replace(OF_STEP, port=99)),
+        (NOTHING, SLURM | {"SLURM_STEP_ID": "4"}, replace(OF_STEP, port=65532, launched_by="SLURM's step 8200.4")),
+        (NOTHING, SLURM | {"JAX_COORDINATOR_PORT": "99"}, replace(OF_STEP, port=99)),
         (("x:5", None, None), SLURM, replace(OF_STEP, host="x", port=5)),
-        ((None, None, None), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, replace(OF_STEP, local_devices=(0,))),
+        (NOTHING, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, replace(OF_STEP, local_devices=(0,))),
         (
-            (None, None, None),
+            NOTHING,
             # Four tasks of two GPUs each: task 2 of the machine sees its own two as 0 and 1.
             SLURM
             | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "2", "SLURM_GPUS_PER_TASK": "2"}
             | {"CUDA_VISIBLE_DEVICES": "0,1"},
             OF_STEP,
         ),
-        (
-            (None, None, None),
-            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "JAX_LOCAL_DEVICE_IDS": "4,5"},
-            OF_STEP,
-        ),
+        (NOTHING, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "JAX_LOCAL_DEVICE_IDS": "4,5"}, OF_STEP),
         # An id of one's own is not that of the launcher, and says nothing of devices, nor of who belongs together.
         (("x:5", 8, 7), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, Launch("x", 5, 8, 7)),
-        ((None, None, None), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
-        ((None, None, None), {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
+        (NOTHING, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        (NOTHING, {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
         ((None, 1, None), SLURM, None),
         (("x:5", 1, None), SLURM, None),
         # 1531576320 / 4096 = 373920, which is 1184 more than a multiple of 4096
-        ((None, None, None), OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
-        ((None, None, None), OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
-        ((None, None, None), OF_A_DAEMON, OF_MPIRUN),
+        (NOTHING, OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
+        (NOTHING, OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
+        (NOTHING, OF_A_DAEMON, OF_MPIRUN),
         (("x:5", None, None), ONE_DAEMON, replace(OF_MPIRUN, host="x", port=5)),
         # What the job gives its tasks is not what mpirun gives the ranks.
-        ((None, None, None), ONE_DAEMON | {"SLURM_GPUS_PER_TASK": "4"}, OF_MPIRUN),
+        (NOTHING, ONE_DAEMON | {"SLURM_GPUS_PER_TASK": "4"}, OF_MPIRUN),
         # srun in what mpirun has started: its PMIx says whose task this is.
-        ((None, None, None), OPEN_MPI | SLURM | {"PMIX_NAMESPACE": "slurm.pmix.8200.0"}, OF_STEP),
+        (NOTHING, OPEN_MPI | SLURM | {"PMIX_NAMESPACE": "slurm.pmix.8200.0"}, OF_STEP),
         (("x:5", 4, None), {"JOB_COMPLETION_INDEX": "2"}, Launch("x", 5, 4, 2)),
-        ((None, None, None), {"JOB_COMPLETION_INDEX": "2"}, None),
+        (NOTHING, {"JOB_COMPLETION_INDEX": "2"}, None),
     ],
 )
 def test_a_launch_is_found(given, environ, expected):
@@ -138,7 +125,7 @@ def test_the_first_machine_of_a_slurm_list(nodes, first):
         ((None, 1, 3), {}, ["--num-processes and --process-id: got no --coordinator; the processes of a run need all"]),
         (("h:0", 0, 0), {}, ["--coordinator h:0: expected HOST:PORT", "--num-processes 0: expected 1 or more"]),
         (
-            (None, None, None),
+            NOTHING,
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
             ["Open MPI started this process as one of 2, but does not say where they meet; give --coordinator"],
         ),

@@ -3,35 +3,21 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
+from locked import locked_by_another
 
 from curriculum.config import build_config
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.train.trainer import train
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from curriculum.disk.lock import RunLock
-with RunLock(Path(sys.argv[1])) as lock:
-    lock.take()
-    print("held", flush=True)
-    time.sleep(120)
-"""
-
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds the lock of tmp_path."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+    """A process that holds the lock of tmp_path: its id."""
+    with locked_by_another(tmp_path) as pid:
+        yield pid
 
 
 def take(folder):
@@ -46,12 +32,10 @@ def test_the_second_process_is_refused_and_told_who_it_is(holder, tmp_path):
     with pytest.raises(InputError) as told, RunLock(tmp_path) as lock:
         lock.take()
     message = str(told.value)
-    assert message.startswith(
-        f"{tmp_path}: is being trained by process {holder.pid} on {os.uname().nodename} (since 20"
-    )
+    assert message.startswith(f"{tmp_path}: is being trained by process {holder} on {os.uname().nodename} (since 20")
     assert f"command -c {tmp_path})" in message and message.endswith("stop it, or choose another --run-dir")
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.wait()
+    os.kill(holder, signal.SIGKILL)
+    os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
     assert take(tmp_path)["pid"] == os.getpid()
 
 
@@ -62,7 +46,7 @@ def test_train_is_refused_before_it_reads_or_writes(holder, tmp_path):
         "phases": [{"name": "a", "until": "end", "mixture": {"a": 1.0}}],
         "evalsets": {"primary": {"path": __file__}}, "train": {"steps": 1},
     }  # fmt: skip
-    with pytest.raises(InputError, match=f"is being trained by process {holder.pid}"):
+    with pytest.raises(InputError, match=f"is being trained by process {holder}"):
         train(build_config(data), tmp_path, resume="latest", store_dir=tmp_path / "store")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "events.jsonl"]
 

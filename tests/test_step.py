@@ -225,22 +225,6 @@ def test_the_moving_average_against_a_loop():
     assert_trees_equal(step(state, empty, LR).ema, state.ema)  # a skipped update moves nothing
 
 
-def planted_nan_state():
-    state = initial_state()
-    embedding = np.array(state.params["embed"]["embedding"])
-    embedding[7] = np.nan
-    state.params["embed"]["embedding"] = jnp.asarray(embedding)
-    return state
-
-
-def test_a_batch_that_is_not_finite_is_skipped():
-    step, good = train_step(), make_batch()
-    state = step(planted_nan_state(), good, LR)  # every logit row holds the NaN of token 7
-    assert int(state.step) == 1 and int(state.skipped_updates) == 1
-    assert_trees_equal((state.params, state.opt_state, state.window), _params_opt_window(planted_nan_state()))
-    assert read_window(state.window, SOURCES)["loss"] is None
-
-
 def test_training_goes_on_after_a_skipped_batch_as_if_it_had_not_been():
     """A batch without a valid token has no loss: 0/0."""
     step, good = train_step(), make_batch()

@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from compared_runs import saved_arrays, without_clock
 from tiny_run import tiny_data, tiny_train, with_changes, write_corpus
 
@@ -312,8 +315,6 @@ def test_resume_latest_of_nothing_starts_at_step_0(corpus, store, tmp_path):
 
 
 def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, store, tmp_path, capsys):
-    import shutil
-
     run_dir = tmp_path / "run"
     phases = [
         {"name": "a", "until": 10, "mixture": {"web": 1.0}},
@@ -404,8 +405,6 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
 
 
 def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, whole, tmp_path):
-    import shutil
-
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
     longer = config_data(corpus, train__steps=70)
@@ -491,8 +490,6 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
 
 
 def test_source_text_that_changed_is_refused(corpus, store, tmp_path):
-    import shutil
-
     folder = shutil.copytree(corpus, tmp_path / "corpus")
     data = config_data(
         folder, train__steps=6, phases=[{"name": "a", "until": "end", "mixture": {"web": 1.0}}], optim={}
@@ -544,8 +541,6 @@ def test_an_empty_step_folder_is_no_checkpoint(corpus, store, tmp_path):
 
 
 def test_a_refused_resume_changes_nothing(corpus, store, whole, tmp_path):
-    import shutil
-
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
     (run_dir / "events.jsonl").write_text("")
@@ -560,8 +555,6 @@ def test_a_refused_resume_changes_nothing(corpus, store, whole, tmp_path):
 
 
 def test_a_run_is_read_without_its_data(corpus, store, tmp_path):
-    import shutil
-
     folder = shutil.copytree(corpus, tmp_path / "corpus")
     data = config_data(
         folder, train__steps=4, phases=[{"name": "a", "until": "end", "mixture": {"web": 1.0}}], optim={}
@@ -594,10 +587,6 @@ def test_the_start_warns_of_what_the_plan_warns_of(corpus, store):
 
 
 def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_path):
-    import shutil
-
-    from curriculum.train.setup import build
-
     run_dir = tmp_path / "run"
     shutil.copytree(whole / "checkpoints", run_dir / "checkpoints")
     setup = build(build_config(config_data(corpus)), store)
@@ -626,8 +615,6 @@ def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_pat
 
 
 def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp_path):
-    import shutil
-
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
     train(build_config(config_data(corpus)), run_dir, resume=50, store_dir=store)
@@ -681,10 +668,6 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     "number, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_signal_saves_and_the_run_goes_on(corpus, store, whole, tmp_path, number, code):
-    import time
-
-    import yaml
-
     config_path = tmp_path / "config.yaml"
     config_path.write_text(yaml.safe_dump(config_data(corpus)))
     command = [str(Path(sys.executable).parent / "curriculum"), "train", str(config_path), "--run-dir",
