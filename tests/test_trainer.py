@@ -208,14 +208,6 @@ def test_training_learns(whole):
     assert losses[40] < 3.5
 
 
-def test_evals_leave_no_trace_on_training(corpus, store, whole, tmp_path):
-    changed = config_data(corpus, evalsets__every=7, evalsets__sets={})
-    train(build_config(changed), tmp_path / "run", store_dir=store)
-    step, state = final_state(tmp_path / "run")
-    assert (step, state) == final_state(whole)
-    assert record(tmp_path / "run")[1] == record(whole)[1]
-
-
 def test_grad_accum_changes_no_data_and_no_loss(corpus, store, whole, tmp_path):
     train(build_config(config_data(corpus, train__grad_accum=4)), tmp_path / "run", store_dir=store)
     rows, expected = record(tmp_path / "run")[1], record(whole)[1]

@@ -52,7 +52,6 @@ _SETTINGS = (
     "jax_debug_nans",
     "jax_debug_infs",
 )
-_MOST_SHOWN = 120  # characters of a value in which the processes differ
 _NO_ROPE = "is not supported with make_model; leave it out"
 
 
@@ -243,7 +242,7 @@ def check_same_config(config: Config, **asked: Any) -> None:
 
     To come before all that the processes do together: what that is, the config decides.
     """
-    keys = {f"the config's {path}": _short(value) for path, value in _keys(config.to_json())}
+    keys = {f"the config's {path}": shown(value) for path, value in _keys(config.to_json())}
     options = {f"--{name.replace('_', '-')}": shown(value) for name, value in asked.items()}
     check_same(lambda: keys | options)
 
@@ -257,11 +256,6 @@ def _keys(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}[{i}]", part) for i, part in enumerate(value))
         else:
             yield section, value
-
-
-def _short(value: Any) -> str:
-    text = shown(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({_digest(value)})"
 
 
 def _digest(value: Any) -> str:
