@@ -86,17 +86,15 @@ def branch(
     rollbacks = [r for r in newest["history"]["rollbacks"] if r["first_bad_step"] < at]
     settled = _settled(edit.past.settled, whole, rollbacks)
     seed = edit.past.seed if at else None
-    past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, seed=seed, going_on=None)
+    passed_over = bool(rollbacks) and at < newest["past_end"]
+    goes_back = any(r["first_bad_step"] == at for r in newest["history"]["rollbacks"])
+    last = at if step == at and not goes_back else max(at - 1, 0)
+    on = _edit_in_force(trunk, config, whole, newest["settled"], last, at, passed_over)
+    past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, seed=seed, going_on=on)
     check(config, past)
     start, tokenizer = start_of(config, saved), tokenizer_to_go_on(trunk.directory, config, store_dir, saved)
     branched_from = _branching(run, trunk, at, config, whole, saved)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from, step)
-    passed_over = bool(rollbacks) and at < newest["past_end"]
-    goes_back = any(r["first_bad_step"] == at for r in newest["history"]["rollbacks"])
-    last = at if step == at and not goes_back else max(at - 1, 0)
-    if on := _edit_in_force(trunk, config, whole, newest["settled"], last, at, passed_over):
-        if setup.course.schedule.segment_at(at).phase == on.phase:
-            setup.course.keep_edit(on)
     ledger.check_past(saved, ledger.found_in(setup), of_branch=True)
     if setup.course.total_steps <= at:
         ends = f"the run ends at step {at}, where the branch begins"

@@ -132,14 +132,7 @@ def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past
     past = replace(past, segments=cut(schedule.segments, past.end), rates_from=None)
     if segment is None or schedule.total_steps <= past.end or schedule.segment_at(past.end).phase != segment.phase:
         return schedule, past
-    return lasting_to_phase_end(config, tokens_per_epoch, past, segment)
-
-
-def lasting_to_phase_end(
-    config: Config, tokens_per_epoch: Mapping[str, int], past: Past, segment: Segment
-) -> tuple[Schedule, Past]:
-    """(schedule, past) after `segment`, which overrides the config's mixture, is extended to the end of its phase."""
-    whole = resolve_schedule(config, tokens_per_epoch, past, segment)
+    whole = resolve_schedule(config, tokens_per_epoch, past, segment)  # extended to the end of its phase
     return whole, replace(past, segments=cut(whole.segments, whole.phase_end(segment.phase)))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_of, lasting_to_phase_end
+from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_of
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
@@ -193,11 +193,6 @@ class Course:
         self.past = replace(self.past, settled=settled)
         self.before_raised = [before for before in self.before_raised if before[0] <= step]
         self._replan(schedule, cut(schedule.segments, until))
-
-    def keep_edit(self, segment: Segment) -> None:
-        """Let a segment made by an edit begin where the past ends, and last to the end of its phase."""
-        schedule, past = lasting_to_phase_end(self._config, self._corpus.tokens_per_epoch, self.past, segment)
-        self._replan(schedule, past.segments)
 
     def _replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
         """Switch to another schedule of the same sources, dropping batches made ahead.
