@@ -417,7 +417,7 @@ def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, m
     setup = build(build_config(data), store, make_model=lambda vocab_size: model)
     try:
         first = setup.update_at(0)
-        setup.compile_ahead(0)
+        setup.compiled.ahead(setup.course.shapes_from(0))
         setup.compiled.updates._worker.submit(lambda: None).result()
         jax.effects_barrier()
         assert list(setup.compiled.updates.seconds) == SHAPES[:2]

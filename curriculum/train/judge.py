@@ -138,8 +138,8 @@ def _judge_gold(
     Returns (whether this eval's checkpoint must be kept, as the gold or as pending; the signal that stopped the gate,
     in which case nothing is decided).
     """
-    setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
-    run.settle(done, best.gold)  # a gold whose save failed does not count
+    setup, config = run.setup, run.setup.config.evalsets.gold
+    run.settle(done, run.best.gold)  # a gold whose save failed does not count
     run.gold_before = run.history.gold
     measured = Measured(
         step=done,
@@ -150,7 +150,6 @@ def _judge_gold(
         is_candidate=done > 0 or setup.lineage is not None,
         limits_from_start=setup.lineage is not None,
     )
-    before = kept_steps(run.history.gold)
     state, decisions = gold.decide(config, run.history.gold, measured)
     waiting, decided = list(decisions), []
     while waiting:
@@ -169,9 +168,8 @@ def _judge_gold(
         where = {"path": f"gold/{decision.step}"} if isinstance(decision, Gold) else {}
         run.record.event(decision.event, decision.step, **decision.fields(), **where)
     run.history = replace(run.history, gold=state)
-    kept = kept_steps(state)
-    if kept != before:
-        best.drop_all_but(kept | before)
+    if (kept := kept_steps(state)) != kept_steps(run.gold_before):
+        run.drop_golds()
     return done in kept, None
 
 

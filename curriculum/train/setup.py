@@ -106,13 +106,6 @@ class Setup:
             ),
         ]
 
-    def compile_ahead(self, step: int) -> None:
-        """Start compiling in the background what updates, evals and samples from `step` on need; returns at once.
-
-        After `make_ready` nothing is left to compile.
-        """
-        self.compiled.ahead(self.course.shapes_from(step))
-
     def make_ready(self, step: int, state: TrainState) -> TrainState:
         """The state as it is. Where programs cannot be compiled beside a run, all that it needs are made here."""
         if self.compiled.in_background:

@@ -204,7 +204,7 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
         with clock.update():
             run.state = setup.update_at(step)(run.state, course.feed[step], *course.knobs(step))
         if step == first:
-            setup.compile_ahead(step)
+            setup.compiled.ahead(course.shapes_from(step))
             import_ahead()
         done = step + 1
         run.settle(done, wait=False)
