@@ -509,6 +509,15 @@ def test_a_file_with_the_name_of_a_step_is_in_no_saves_way(tmp_path):
     assert (tmp_path / "superseded" / "7").read_text() == "not ours"
 
 
+def test_a_save_that_would_not_be_made_is_an_error(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 3)
+    save(checkpoints, 60)
+    checkpoints.wait()
+    with pytest.raises(RuntimeError, match="step 0 was not saved: step 60 already exists"):
+        save(checkpoints, 0)
+    checkpoints.close()
+
+
 @pytest.mark.parametrize("part", ["params", "opt_state", "ema"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, part):
     checkpoints, state = Checkpoints(tmp_path / "checkpoints"), state_at(3)

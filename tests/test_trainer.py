@@ -21,7 +21,6 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.model.loss import score_targets
 from curriculum.run import load_run
-from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.step import UpdateKnobs, read_window
@@ -411,14 +410,6 @@ def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, w
     assert switches == [(20, "bridge"), (40, "domain"), (60, "more")]
 
 
-def test_another_set_under_an_old_name_is_refused(corpus, store, whole):
-    changed = build_config(config_data(corpus, evalsets__primary={"held_out_of": "law"}))
-    with pytest.raises(
-        InputError, match="evalsets.primary: is not the set that the run measured under this name; restore it$"
-    ):
-        train(changed, whole, resume="latest", store_dir=store)
-
-
 def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
     from curriculum.train.history import History
     from curriculum.train.resuming.ledger import check_past, entry, found_in
@@ -471,7 +462,9 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
         assert problems(saved, **changes) == [expected]
     other = json.loads(json.dumps(saved))
     other["sources"]["web"]["stream"] = other["history"]["eval_sets"]["primary"] = "another"
-    assert [problem.partition(":")[0] for problem in problems(other)] == ["sources.web", "evalsets.primary"]
+    of_text, of_set = problems(other)
+    assert of_text.startswith("sources.web: ")
+    assert of_set == "evalsets.primary: is not the set that the run measured under this name; restore it"
     # A template that no source of conversations uses is free; so is the same share in other words.
     text = {"sources": {"web": web}, "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
             "evalsets": {"primary": {"held_out_of": "web"}}}  # fmt: skip
@@ -557,36 +550,12 @@ def test_a_run_is_read_without_its_data(corpus, store, tmp_path):
     assert run.complete["total_steps"] == 4 and run.config.train.steps == 4 and len(run.evals("law")) == 2
 
 
-def test_parameters_alone_can_be_restored(corpus, store, whole):
-    from curriculum.model.presets import ModelConfig
-    from curriculum.model.transformer import init_params
-    from curriculum.schema.mesh import MeshConfig
-    from curriculum.train.mesh import make_mesh, place_state
-
-    model = ModelConfig.of(json.loads((whole / "model.json").read_text()))
-    like = place_state(make_mesh(MeshConfig()), init_params(model, seed=5))
-    params = load_params(whole / "checkpoints/60/params", like)
-    expected = final_state(whole)[1]
-    assert np.asarray(params["embed"]["embedding"]).tobytes() == expected["params/embed/embedding"]
-
-
 def test_the_start_warns_of_what_the_plan_warns_of(corpus, store):
     setup = build(build_config(config_data(corpus)), store)
     setup.close()
     split = replace(setup, config=replace(setup.config, mesh=replace(setup.config.mesh, tensor=2)))
     (told,) = set(split.warnings()) - set(setup.warnings())
     assert told.startswith("mesh.tensor 2 does not divide the 257 rows of the embedding")
-
-
-def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole / "checkpoints", run_dir / "checkpoints")
-    setup = build(build_config(config_data(corpus)), store)
-    with pytest.raises(RuntimeError, match="step 0 was not saved: step 60 already exists"):
-        Checkpoints(run_dir / "checkpoints", 3).save(
-            setup.states.first(), {"step": 0}, {"primary": np.zeros((3, 1), np.float32)}
-        )
-    setup.course.feed.close()
 
 
 def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_path, capsys):
