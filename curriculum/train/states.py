@@ -106,9 +106,6 @@ class States:
 
     def _begun(self, num_sources: int, window_steps: int) -> Callable[[Params], TrainState]:
         """A function from parameters to the first state, whose guard looks back `window_steps` updates."""
+        sizes = {"num_sources": num_sources, "window_steps": window_steps}
         ema = self.config.averages.ema_decay is not None
-        return keeping(_beginning, self.own)(self.optimizer, num_sources, ema, window_steps)
-
-
-def _beginning(optimizer: Any, num_sources: int, ema: bool, window_steps: int) -> Callable[[Params], TrainState]:
-    return partial(init_state, optimizer=optimizer, num_sources=num_sources, ema=ema, window_steps=window_steps)
+        return keeping(partial, self.own)(init_state, optimizer=self.optimizer, ema=ema, **sizes)
