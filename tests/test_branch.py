@@ -16,6 +16,8 @@ from click.testing import CliRunner
 from compared_runs import saved_arrays, without_clock
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
+from test_trainer import WORDS
+from tiny_run import write_corpus
 
 from curriculum.branch import _headed, _settled, branch
 from curriculum.branching.copy import copy_trunk
@@ -39,21 +41,11 @@ from curriculum.views.shared_past import shared_past
 from phases.replay import ReplayRefused
 from phases.schedule import segments_from_json
 
-WORDS = {
-    "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
-    "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -".split(),
-    "law": "whereas the party of first part shall pursuant hereto section clause provided that".split(),
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Three sources and the config of a trunk of 24 steps, with a checkpoint every 2."""
-    folder = tmp_path_factory.mktemp("branch")
-    rng = np.random.default_rng(0)
-    for name, words in WORDS.items():
-        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(20, 60))))}) for _ in range(60)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    folder = write_corpus(tmp_path_factory.mktemp("branch"), WORDS)
     data = {
         "name": "trunk",
         "tokenizer": {"kind": "byte"},

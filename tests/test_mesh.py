@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from tiny_run import write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -39,6 +40,7 @@ ENVIRONMENT = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 ONE, FOUR, FSDP = (1, 1, 1), (1, 4, 1), (1, 8, 1)
 MESHES = [ONE, (2, 1, 1), (8, 1, 1), FOUR, FSDP, (1, 1, 2), (2, 2, 2)]
 STEPS, SAVED_AT = 6, 3
+WORDS = {"web": "rain falls on the quiet green hills", "code": "def f ( x ) : return x + 1"}
 # Float32 sums in another order: losses of 5 nats are one unit in the last place apart, 9e-8, after six updates.
 TRAIN_RTOL, EVAL_RTOL = 1e-6, 1e-6
 
@@ -62,13 +64,6 @@ def config_data(folder, mesh):
             "generate": {"prompt_tokens": 8, "max_tokens": 12, "temperature": 0},
         },
     }  # fmt: skip
-
-
-def write_sources(folder):
-    rng = np.random.default_rng(0)
-    for name, words in (("web", "rain falls on the quiet green hills"), ("code", "def f ( x ) : return x + 1")):
-        documents = [" ".join(rng.choice(words.split(), int(rng.integers(20, 60)))) for _ in range(60)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
 
 
 def paths(tree):
@@ -125,7 +120,7 @@ def compiled_step(setup):
 def main(folder: Path):
     """On 8 devices: every mesh by hand, checkpoints from 8 to 4 to 1 to 8, and a run that changes its mesh."""
     jax.config.update("jax_num_cpu_devices", 8)
-    write_sources(folder)
+    write_corpus(folder, WORDS)
     store, told, setups, saves, saved = folder / "store", {}, {}, {}, {}
     for mesh in MESHES:
         setups[mesh] = build(build_config(config_data(folder, mesh)), store)
@@ -182,7 +177,7 @@ def main(folder: Path):
 def many_evals(folder: Path):
     """A hundred micro-batches of evals on 2 devices, each of which gathers the parameters."""
     jax.config.update("jax_num_cpu_devices", 2)
-    write_sources(folder)
+    write_corpus(folder, WORDS)
     data = config_data(folder, (1, 2, 1)) | {"train": {"steps": 6, "batch_size": 2, "seq_len": 16}}
     data["sources"]["web"]["held_out"] = "50%"
     setup = build(build_config(data), folder / "store")

@@ -28,21 +28,16 @@ from curriculum.train.trainer import train
 from curriculum.views.inspection import inspect_run
 
 WORDS = {
-    "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
-    "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -".split(),
-    "law": "whereas the party of first part shall pursuant hereto section clause provided that".split(),
+    "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills",
+    "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -",
+    "law": "whereas the party of first part shall pursuant hereto section clause provided that",
 }
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Three sources of 120 documents each, made from word lists by a fixed seed."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = np.random.default_rng(0)
-    for name, words in WORDS.items():
-        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(20, 90))))}) for _ in range(120)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
+    """Three sources of 120 documents each."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"), WORDS, num=120, high=90)
 
 
 def config_data(corpus, **changes):
@@ -656,7 +651,7 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
     rng = np.random.default_rng(3)
     rows = []
     for i in range(130):
-        ask, say = (" ".join(rng.choice(WORDS["law"], int(rng.integers(3, 9)))) for _ in range(2))
+        ask, say = (" ".join(rng.choice(WORDS["law"].split(), int(rng.integers(3, 9)))) for _ in range(2))
         rows.append({"messages": [{"role": "user", "content": f"{ask} {i}"}, {"role": "assistant", "content": say}]})
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = config_data(

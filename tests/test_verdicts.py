@@ -42,12 +42,7 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
     """The three sources of test_trainer, twice as many documents: 48 of each are held out."""
-    folder = tmp_path_factory.mktemp("texts")
-    rng = np.random.default_rng(0)
-    for name, words in WORDS.items():
-        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(8, 36))))}) for _ in range(240)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("texts"), WORDS, num=240, low=8, high=36)
 
 
 BOTH = {"web": 0.45, "code": 0.45, "law": 0.1}

@@ -18,10 +18,11 @@ from evalsets.suite import Suite
 WORDS = {"web": "the quick brown fox jumps over a lazy dog", "law": "whereas the party of first part shall"}
 
 
-def write_corpus(folder: Path) -> Path:
+def write_corpus(folder: Path, words: Mapping[str, str] = WORDS, num: int = 60, low: int = 20, high: int = 60) -> Path:
+    """A source a list of words: `num` documents of `low` to `high` of them."""
     rng = np.random.default_rng(0)
-    for name, words in WORDS.items():
-        texts = [" ".join(rng.choice(words.split(), int(rng.integers(20, 60)))) for _ in range(60)]
+    for name, of_source in words.items():
+        texts = [" ".join(rng.choice(of_source.split(), int(rng.integers(low, high)))) for _ in range(num)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder
 
