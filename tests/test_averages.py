@@ -62,6 +62,12 @@ def run(folder):
     return folder / "run"
 
 
+@pytest.fixture
+def copied(run, tmp_path):
+    """A copy of it, which a test may change."""
+    return shutil.copytree(run, tmp_path / "run")
+
+
 def evals(run):
     return {event["step"]: event for event in load_run(run).events if event["event"] == "eval"}
 
@@ -133,23 +139,21 @@ def test_averages_change_no_bit_of_training(run, folder, tmp_path):
     assert not (tmp_path / "plain/averages").exists() and not (tmp_path / "plain/checkpoints/14/ema").exists()
 
 
-def test_a_resumed_run_has_the_same_averages(run, folder, tmp_path):
+def test_a_resumed_run_has_the_same_averages(copied, run, folder):
     """Also where a checkpoint that the mean needs is a gold by now, and no other."""
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run/checkpoints/9").rename(tmp_path / "run/gold/9")
+    (copied / "checkpoints/9").rename(copied / "gold/9")
     config = build_config(config_data(folder, ema_decay=0.5, phase_mean=3))
-    train(config, tmp_path / "run", resume=12, store_dir=folder / "store")
-    assert (tmp_path / "run/superseded/averages/last/mean.json").exists()
-    assert_same_averages(run, tmp_path / "run")
-    assert (tmp_path / "run/checkpoints/9").is_dir()  # where no newer gold has it dropped
+    train(config, copied, resume=12, store_dir=folder / "store")
+    assert (copied / "superseded/averages/last/mean.json").exists()
+    assert_same_averages(run, copied)
+    assert (copied / "checkpoints/9").is_dir()  # where no newer gold has it dropped
 
 
-def test_an_unchanged_branch_has_the_same_averages(run, folder, tmp_path):
+def test_an_unchanged_branch_has_the_same_averages(copied, run, folder, tmp_path):
     """Also where a checkpoint that the mean needs is in the trunk's `kept/`, and nowhere else."""
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run/kept").mkdir()
-    (tmp_path / "run/checkpoints/9").rename(tmp_path / "run/kept/9")
-    branch(tmp_path / "run", 13, tmp_path / "new", store_dir=folder / "store")
+    (copied / "kept").mkdir()
+    (copied / "checkpoints/9").rename(copied / "kept/9")
+    branch(copied, 13, tmp_path / "new", store_dir=folder / "store")
     assert_same_averages(run, tmp_path / "new")
 
 
@@ -216,28 +220,26 @@ def notes(run, step):
     return [note for note in evals(run)[step].get("notes", ()) if "of phase" in note]
 
 
-def test_checkpoints_that_are_gone_are_left_out_of_a_mean(run, folder, tmp_path, capsys):
+def test_checkpoints_that_are_gone_are_left_out_of_a_mean(copied, folder, capsys):
     """Resumed from 6, step 3 is not there any more; with another interval, the older ones are not scheduled."""
-    shutil.copytree(run, tmp_path / "run")
-    train(changed(folder), tmp_path / "run", resume=6, store_dir=folder / "store")
-    assert not (tmp_path / "run/averages/first").exists()  # one checkpoint is no mean
-    assert notes(tmp_path / "run", 8) == ["no mean of phase first is taken: checkpoint 3 is gone"]
+    train(changed(folder), copied, resume=6, store_dir=folder / "store")
+    assert not (copied / "averages/first").exists()  # one checkpoint is no mean
+    assert notes(copied, 8) == ["no mean of phase first is taken: checkpoint 3 is gone"]
     assert "\n  no mean of phase first is taken: checkpoint 3 is gone\n" in capsys.readouterr().out
-    assert mean_steps(tmp_path / "run", "last") == [9, 12, 14]
-    train(changed(folder, checkpoint__every=4), tmp_path / "run", resume=9, store_dir=folder / "store")
-    assert mean_steps(tmp_path / "run", "last") == [12, 14] and notes(tmp_path / "run", 14) == []
+    assert mean_steps(copied, "last") == [9, 12, 14]
+    train(changed(folder, checkpoint__every=4), copied, resume=9, store_dir=folder / "store")
+    assert mean_steps(copied, "last") == [12, 14] and notes(copied, 14) == []
 
 
-def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_path):
+def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(copied, folder):
     """Resumed from 9: of those before it, a resume verifies the ledger only."""
-    shutil.copytree(run, tmp_path / "run")
-    arrays = max((tmp_path / "run/checkpoints/9/params").rglob("*"), key=lambda path: path.stat().st_size)
+    arrays = max((copied / "checkpoints/9/params").rglob("*"), key=lambda path: path.stat().st_size)
     for path in ("checkpoints/14", "averages/last"):
-        shutil.rmtree(tmp_path / "run" / path)
+        shutil.rmtree(copied / path)
     flip_bit(arrays)
-    train(changed(folder), tmp_path / "run", resume="latest", store_dir=folder / "store")
-    assert mean_steps(tmp_path / "run", "last") == [12, 14]
-    (note,) = notes(tmp_path / "run", 14)
+    train(changed(folder), copied, resume="latest", store_dir=folder / "store")
+    assert mean_steps(copied, "last") == [12, 14]
+    (note,) = notes(copied, 14)
     said, _, why = note.partition(": params/")
     assert said == "the mean of phase last covers only the checkpoints 12 and 14: checkpoint 9 is damaged"
     assert why.endswith("has another checksum than the manifest says")
@@ -281,10 +283,9 @@ def test_a_mean_may_be_asked_for_on_a_resume(folder, tmp_path):
     assert mean_steps(tmp_path / "run", "last") == [12, 15, 18]  # of one checkpoint kept, 12 was the gold
 
 
-def test_a_phase_that_is_made_longer_has_another_mean_at_its_end(run, folder, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    train(changed(folder, train__steps=18), tmp_path / "run", resume="latest", store_dir=folder / "store")
-    assert mean_steps(tmp_path / "run", "last") == [12, 15, 18]
+def test_a_phase_that_is_made_longer_has_another_mean_at_its_end(copied, folder):
+    train(changed(folder, train__steps=18), copied, resume="latest", store_dir=folder / "store")
+    assert mean_steps(copied, "last") == [12, 15, 18]
 
 
 def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_taken(folder, tmp_path):
@@ -304,16 +305,15 @@ def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_ta
     assert_trees_equal(load_params(tmp_path / "run/averages/last/params"), before)
 
 
-def test_the_arrays_of_a_mean_are_verified_where_they_are_used(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    means = tmp_path / "run/averages"
+def test_the_arrays_of_a_mean_are_verified_where_they_are_used(copied, tmp_path):
+    means = copied / "averages"
     flip_bit(next((means / "first/params/d").iterdir()))
     (means / "last/params/_METADATA").unlink()
-    set_aside_means_after(RunDirectory(tmp_path / "run"), 14)
+    set_aside_means_after(RunDirectory(copied), 14)
     assert [path.name for path in means.iterdir()] == ["first"]
-    assert [path.name for path in (tmp_path / "run/superseded/averages").iterdir()] == ["last"]
+    assert [path.name for path in (copied / "superseded/averages").iterdir()] == ["last"]
     with pytest.raises(InputError, match="averages/first: is damaged: params/d/.* has another checksum than"):
-        export(tmp_path / "run", tmp_path / "out", weights="mean:first")
+        export(copied, tmp_path / "out", weights="mean:first")
 
 
 def test_averages_are_exported_by_name(run, tmp_path):
@@ -350,16 +350,15 @@ def test_an_average_that_is_not_there_is_told(run, tmp_path, arguments, expected
     assert expected in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_without_a_moving_average_says_so(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/14/ema")
-    write_manifest(tmp_path / "run/checkpoints/14", 14)
+def test_a_checkpoint_without_a_moving_average_says_so(copied, tmp_path):
+    shutil.rmtree(copied / "checkpoints/14/ema")
+    write_manifest(copied / "checkpoints/14", 14)
     without = "--weights ema: step 14 of .* was saved without a moving average .*; expected raw"
     with pytest.raises(InputError, match=f"{without} or mean:first or mean:last$"):
-        export(tmp_path / "run", tmp_path / "out", step="latest", weights="ema")
-    shutil.rmtree(tmp_path / "run/averages")
+        export(copied, tmp_path / "out", step="latest", weights="ema")
+    shutil.rmtree(copied / "averages")
     with pytest.raises(InputError, match=f"{without}$"):
-        export(tmp_path / "run", tmp_path / "out", step="latest", weights="ema")
+        export(copied, tmp_path / "out", step="latest", weights="ema")
 
 
 def test_checks(folder):

@@ -59,14 +59,12 @@ def test_it_gets_the_path_as_its_last_argument_and_no_shell(tmp_path, monkeypatc
         ("[true]", GateVerdict(None, "expected a JSON object on stdout, got [true]")),
         ("{}", GateVerdict(None, 'expected "accept": true or false, got none')),
         ('{"accept": 1}', GateVerdict(None, 'expected "accept": true or false, got 1.0')),
-        ('{"accept": "yes"}', GateVerdict(None, 'expected "accept": true or false, got "yes"')),
         ('{"accept": true, "reason": 3}', GateVerdict(None, 'expected text as "reason", got 3.0')),
         ('{"accept": true, "score": "3"}', GateVerdict(None, 'expected a finite number as "score", got "3"')),
         ('{"accept": true, "score": true}', GateVerdict(None, 'expected a finite number as "score", got true')),
         ('{"accept": true, "score": NaN}', GateVerdict(None, 'expected a finite number as "score", got NaN')),
         ('{"accept": true, "score": 1' + 5000 * "0" + "}", GateVerdict(None, 'expected a finite number as "score", got Infinity')),
         ("[" * 200000, GateVerdict(None, "expected a JSON object on stdout, got ..." + "[" * 300 + ": and this on stderr")),
-        ('{"accept": true, "score": 1e999}', GateVerdict(None, 'expected a finite number as "score", got Infinity')),
     ],
 )  # fmt: skip
 def test_its_answer(tmp_path, answer, verdict):

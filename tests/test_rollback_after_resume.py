@@ -31,6 +31,7 @@ RAISES = {
     },
     "train": {"steps": 12, "batch_size": 4, "seq_len": 32, "rollback": {"after": 3, "skip_steps": 2, "max": 1}},
 }
+CALM = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +182,7 @@ EDITS = {
 @pytest.mark.parametrize(("name", "back_to"), [("none", 4), ("rate", 4), ("mixture", 4), ("mixture", 0), ("rate", 0)])
 def test_a_kill_on_the_way_back_changes_nothing(place, tmp_path, monkeypatch, name, back_to):
     """Though the checkpoint that it goes back to, if there is one, knows neither the rollback nor the edit at 7."""
-    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
-    data |= {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
+    data = CALM | {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
     once, *killed = (
         trained(
             place, tmp_path / f"{kind}", monkeypatch, stop=7, edit=EDITS[name], back_to=back_to, killed=kind, **data
@@ -206,8 +206,7 @@ def passed_over(run):
 
 @pytest.mark.parametrize("back_to", [4, 0])
 def test_an_edit_after_a_kill_on_the_way_back_does_not_bring_the_bad_data_again(place, tmp_path, monkeypatch, back_to):
-    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
-    data |= {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
+    data = CALM | {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
     once = trained(place, tmp_path / "once", monkeypatch, back_to=back_to, **data)
     slower = {"optim": {**RAISES["optim"], "lr": 2.5}}
     for when in ("decided", "recorded"):
@@ -222,20 +221,17 @@ def test_on_the_way_back_to_a_checkpoint_that_is_damaged_meanwhile(place, tmp_pa
     def damage(run_dir):
         flip_bit(max((run_dir / "checkpoints/4/params").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size))
 
-    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
-    run = trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, back_to=2, **data)
+    run = trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, back_to=2, **CALM)
     assert passed_over(run) > 0
 
 
 def test_a_plan_on_the_way_back_is_that_of_the_run(place, tmp_path, monkeypatch):
-    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
-
     def plan(run_dir):
-        planned = plan_resumed(build_config(tiny_data(place, **data)), run_dir, store_dir=place / "store")
+        planned = plan_resumed(build_config(tiny_data(place, **CALM)), run_dir, store_dir=place / "store")
         assert (planned.resumes["step"], planned.resumes["edit"]) == (4, None)
 
     for when in ("decided", "recorded"):
-        trained(place, tmp_path / when, monkeypatch, killed=when, meanwhile=plan, **data)
+        trained(place, tmp_path / when, monkeypatch, killed=when, meanwhile=plan, **CALM)
 
 
 def test_the_file_of_the_way_back_has_its_name_on_the_disk_before_anything_is_changed(place, tmp_path, monkeypatch):
@@ -255,8 +251,6 @@ def test_the_file_of_the_way_back_has_its_name_on_the_disk_before_anything_is_ch
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"step": 4, "ledger": {}, "rollback": {"rollbacks": [1]}}'])
 def test_a_damaged_file_of_the_way_back_is_told_and_a_step_goes_without_it(place, tmp_path, monkeypatch, content):
-    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
-
     class Enough(Exception):
         pass
 
@@ -264,14 +258,14 @@ def test_a_damaged_file_of_the_way_back_is_told_and_a_step_goes_without_it(place
         file = RunDirectory(run_dir).going_back
         file.write_text(content)
         with pytest.raises(InputError, match=r"going_back\.json: is damaged; delete it"):
-            tiny_train(place, run_dir, resume="latest", **data)
+            tiny_train(place, run_dir, resume="latest", **CALM)
         assert file.exists()
-        tiny_train(place, run_dir, resume=2, **data)
+        tiny_train(place, run_dir, resume=2, **CALM)
         assert not file.exists()
         raise Enough
 
     with pytest.raises(Enough):
-        trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, **data)
+        trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, **CALM)
 
 
 def test_a_mesh_that_does_not_divide_the_rows_of_a_past_phase_is_told_on_the_way_back(place, tmp_path, monkeypatch):

@@ -92,6 +92,12 @@ def whole(corpus, store, tmp_path_factory):
     return run_dir
 
 
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of it, which a test may change."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
 KILL = """
 import json, os, signal, sys
 from pathlib import Path
@@ -390,18 +396,16 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     )
 
 
-def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole, run_dir)
+def test_an_added_set_keeps_what_was_measured_at_its_first_step(copied, corpus, store, whole):
     longer = config_data(corpus, train__steps=70)
     longer["phases"][2] |= {"until": 60, "lr": {"decay_steps": 10}}
     longer["phases"].append({"name": "more", "until": "end", "mixture": {"web": 1.0}})
     longer["evalsets"]["sets"]["late"] = {"held_out_of": "law", "max_sequences": 3}
-    train(build_config(longer), run_dir, resume="latest", store_dir=store)
-    with np.load(run_dir / "evals/60.npz") as now, np.load(whole / "evals/60.npz") as before:
+    train(build_config(longer), copied, resume="latest", store_dir=store)
+    with np.load(copied / "evals/60.npz") as now, np.load(whole / "evals/60.npz") as before:
         assert set(now.files) > set(before.files) and any(name.startswith("late.") for name in now.files)
         assert before.files and all(np.array_equal(now[name], before[name]) for name in before.files)
-    switches = [(e["step"], e["new_phase"]) for e in load_run(run_dir).events if e["event"] == "phase_switch"]
+    switches = [(e["step"], e["new_phase"]) for e in load_run(copied).events if e["event"] == "phase_switch"]
     assert switches == [(20, "bridge"), (40, "domain"), (60, "more")]
 
 
@@ -520,17 +524,15 @@ def test_an_empty_step_folder_is_no_checkpoint(corpus, store, tmp_path):
     assert Checkpoints(run_dir / "checkpoints", 3).steps() == [5, 6] and (run_dir / "superseded/99").is_dir()
 
 
-def test_a_refused_resume_changes_nothing(corpus, store, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole, run_dir)
-    (run_dir / "events.jsonl").write_text("")
+def test_a_refused_resume_changes_nothing(copied, corpus, store):
+    (copied / "events.jsonl").write_text("")
 
     def files():
-        return {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != ".lock"}
+        return {p: p.read_bytes() for p in copied.rglob("*") if p.is_file() and p.name != ".lock"}
 
     before = files()
     with pytest.raises(InputError, match="expected a line to end at byte"):
-        train(build_config(config_data(corpus)), run_dir, resume=50, store_dir=store)
+        train(build_config(config_data(corpus)), copied, resume=50, store_dir=store)
     assert files() == before and len(before) > 10
 
 
@@ -570,15 +572,13 @@ def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_pat
     assert len([json.loads(line, parse_constant=pytest.fail) for line in lines]) > 3  # no bare NaN or Infinity
 
 
-def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole, run_dir)
-    train(build_config(config_data(corpus)), run_dir, resume=50, store_dir=store)
-    assert final_state(run_dir) == final_state(whole)
-    assert record(run_dir) == record(whole)
-    assert sorted(p.name for p in (run_dir / "superseded").iterdir()) == ["55", "60", "evals"]
+def test_resume_at_a_step_sets_later_checkpoints_aside(copied, corpus, store, whole):
+    train(build_config(config_data(corpus)), copied, resume=50, store_dir=store)
+    assert final_state(copied) == final_state(whole)
+    assert record(copied) == record(whole)
+    assert sorted(p.name for p in (copied / "superseded").iterdir()) == ["55", "60", "evals"]
     with pytest.raises(InputError, match="has no checkpoint of that step; available: 50, 55, 60"):
-        train(build_config(config_data(corpus)), run_dir, resume=51, store_dir=store)
+        train(build_config(config_data(corpus)), copied, resume=51, store_dir=store)
 
 
 def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path, monkeypatch):

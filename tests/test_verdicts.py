@@ -82,6 +82,13 @@ def told(texts, store, tmp_path_factory):
     return run_dir
 
 
+@pytest.fixture
+def run_dir(told, tmp_path):
+    """A copy of the run, to be taken up somewhere, as at step 200, where the forgetting begins."""
+    shutil.copytree(told, tmp_path / "run")
+    return tmp_path / "run"
+
+
 def events(run_dir, name):
     return [event for event in load_run(run_dir).events if event["event"] == name]
 
@@ -110,12 +117,12 @@ def test_nothing_is_said_while_all_is_well_and_forgetting_is_told_at_once(told):
 
 def test_each_eval_says_how_far_a_set_has_risen(told):
     losses = {e["step"]: e["val_loss"] for e in events(told, "eval")}
-    (at_the_switch_back,) = [e for e in events(told, "eval") if e["step"] == BACK]
+    (run_dir_back,) = [e for e in events(told, "eval") if e["step"] == BACK]
     stood = {pair["baseline_step"] for step, pair in of_set(events(told, "eval_regression"), "val") if step < BACK}
     above = max(losses[BACK] - losses[step] for step in stood)
-    assert "val" in at_the_switch_back["regressed"] and above > 0.1
-    assert at_the_switch_back["rises"]["val"] == pytest.approx(above, abs=2e-6)  # six decimals of each
-    assert f"worse: val {at_the_switch_back['rises']['val']:+.4f}" in (told / "train.log").read_text()
+    assert "val" in run_dir_back["regressed"] and above > 0.1
+    assert run_dir_back["rises"]["val"] == pytest.approx(above, abs=2e-6)  # six decimals of each
+    assert f"worse: val {run_dir_back['rises']['val']:+.4f}" in (told / "train.log").read_text()
     quiet = [e for e in events(told, "eval") if "regressed" not in e and "warned" not in e]
     assert len(quiet) > 20 and not any("rises" in e for e in quiet)
 
@@ -219,9 +226,7 @@ def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_who
         assert np.array_equal(result.nats_N, windows(told, name, gold["step"])[0])
 
 
-def test_going_on_from_the_gold_gives_the_same_run_again(told, texts, store, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(told, run_dir)
+def test_going_on_from_the_gold_gives_the_same_run_again(run_dir, told, texts, store):
     gold = load_run(told).gold_step
     train(forgetful(texts), run_dir, resume="gold", store_dir=store)
     again = [e for e in load_run(run_dir).events if e["event"] == "resume"]
@@ -230,10 +235,8 @@ def test_going_on_from_the_gold_gives_the_same_run_again(told, texts, store, tmp
     assert final_state(run_dir) == final_state(told)
 
 
-def test_baselines_and_states_come_from_the_checkpoint(told, texts, store, tmp_path):
+def test_baselines_and_states_come_from_the_checkpoint(run_dir, told, texts, store):
     """From the middle of an alarm on: neither the alarm nor what it compares with begins anew."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(told, run_dir)
     train(forgetful(texts), run_dir, resume=BACK, store_dir=store)
     assert record(run_dir) == record(told)
 
@@ -246,35 +249,35 @@ def test_the_eval_before_the_first_update_is_in_no_phase(told):
     assert steps_of == {-1: [0], 0: list(range(5, 61, 5)), 1: [65, 70, 75]}
 
 
-def test_a_set_that_comes_back_is_compared_with_what_it_was(at_the_switch, told, texts, store):
+def test_a_set_that_comes_back_is_compared_with_what_it_was(run_dir, told, texts, store):
     """Without `law` for 20 steps; with it again nothing of it begins anew."""
     both = {"evalsets": {"sets": {"code": {"held_out_of": "code"}}, "gold": {}}}
     at = {"train": {"steps": SWITCH + 20, "batch_size": 8, "seq_len": 32}}
     short = [phase for phase in PHASES[:2]] + [{"name": "domain", "until": "end", "mixture": {"law": 1.0}}]
-    train(forgetful(texts, **both, **at, phases=short), at_the_switch, resume=SWITCH, store_dir=store)
-    before = read_ledger(at_the_switch / f"checkpoints/{SWITCH}")["history"]["watch"]["sets"]["law"]
-    after = read_ledger(at_the_switch / f"checkpoints/{SWITCH + 20}")["history"]["watch"]["sets"]["law"]
+    train(forgetful(texts, **both, **at, phases=short), run_dir, resume=SWITCH, store_dir=store)
+    before = read_ledger(run_dir / f"checkpoints/{SWITCH}")["history"]["watch"]["sets"]["law"]
+    after = read_ledger(run_dir / f"checkpoints/{SWITCH + 20}")["history"]["watch"]["sets"]["law"]
     assert after == before and before["baseline_steps_B"][0] == 0
-    train(forgetful(texts), at_the_switch, resume="latest", store_dir=store)
-    evals = {e["step"]: e for e in events(at_the_switch, "eval")}
+    train(forgetful(texts), run_dir, resume="latest", store_dir=store)
+    evals = {e["step"]: e for e in events(run_dir, "eval")}
     assert "eval_law" not in evals[SWITCH + 20] and "law" in evals[BACK]["detectable"]
 
 
 @pytest.mark.slow
-def test_a_boundary_that_is_moved_to_the_resumed_step_is_measured(at_the_switch, texts, store):
+def test_a_boundary_that_is_moved_to_the_resumed_step_is_measured(run_dir, texts, store):
     """The checkpoint of step 175 has an eval, that of the boundary at 202 has none."""
     moved = [*PHASES[:1], {**PHASES[1], "until": SWITCH + 2}, *PHASES[2:]]
     every = {"checkpoint": {"every": 22, "keep": 100}}  # 176 and 198
-    train(forgetful(texts, phases=moved, **every), at_the_switch, resume=175, store_dir=store)
+    train(forgetful(texts, phases=moved, **every), run_dir, resume=175, store_dir=store)
     again = [*PHASES[:1], {**PHASES[1], "until": SWITCH + 4}, *PHASES[2:]]
-    train(forgetful(texts, phases=again, **every), at_the_switch, resume=176, store_dir=store)
+    train(forgetful(texts, phases=again, **every), run_dir, resume=176, store_dir=store)
     later = [*PHASES[:1], {**PHASES[1], "until": SWITCH - 2}, *PHASES[2:]]
-    train(forgetful(texts, phases=later, **every), at_the_switch, resume=SWITCH - 2, store_dir=store)
-    evals = {e["step"]: e for e in events(at_the_switch, "eval")}
+    train(forgetful(texts, phases=later, **every), run_dir, resume=SWITCH - 2, store_dir=store)
+    evals = {e["step"]: e for e in events(run_dir, "eval")}
     assert {"val_loss", "eval_code", "eval_law"} <= set(evals[SWITCH - 2])
-    switch = next(e for e in events(at_the_switch, "phase_switch") if e["new_phase"] == "domain")
+    switch = next(e for e in events(run_dir, "phase_switch") if e["new_phase"] == "domain")
     assert switch["step"] == SWITCH - 2
-    starts = {p["baseline_step"] for _, p in of_set(events(at_the_switch, "eval_regression"), "val")
+    starts = {p["baseline_step"] for _, p in of_set(events(run_dir, "eval_regression"), "val")
               if p["baseline"] == "phase_start"}  # fmt: skip
     assert starts == {SWITCH - 2}
 
@@ -287,10 +290,9 @@ def test_what_a_checkpoint_remembers_is_strict_json(told):
     assert "watch" in json.loads(text, parse_constant=refuse)["history"]
 
 
-def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(told, tmp_path):
+def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(run_dir):
     """A kill now would leave the checkpoint before as the newest."""
-    shutil.copytree(told, tmp_path / "run")
-    directory = RunDirectory(tmp_path / "run")
+    directory = RunDirectory(run_dir)
     steps = checkpoint_steps(directory.checkpoints)
     ledgers = {
         step: GoldState.from_json(read_ledger(directory.checkpoints / str(step))["history"]["gold"]) for step in steps
@@ -331,9 +333,7 @@ def test_golds_that_no_checkpoint_needs_any_more_go_with_the_checkpoint(tmp_path
     assert checkpoint_steps(found.checkpoints) == [8] and checkpoint_steps(found.gold) == [4]
 
 
-def test_a_gold_that_is_lost_is_told_and_searched_anew(told, texts, store, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(told, run_dir)
+def test_a_gold_that_is_lost_is_told_and_searched_anew(run_dir, told, texts, store):
     gold = GoldState.from_json(read_ledger(told / "checkpoints" / str(BACK))["history"]["gold"]).gold.step
     assert gold < BACK
     shutil.rmtree(run_dir / "checkpoints" / str(gold), ignore_errors=True)
@@ -352,13 +352,6 @@ def test_a_gold_that_is_lost_is_told_and_searched_anew(told, texts, store, tmp_p
     assert last_gold(run.events[:until]) is None and last_gold(run.events[: until - 1])["step"] == gold
 
 
-@pytest.fixture
-def at_the_switch(told, tmp_path):
-    """A copy of the run, to be taken up at step 200, where the forgetting begins, with another action."""
-    shutil.copytree(told, tmp_path / "run")
-    return tmp_path / "run"
-
-
 def with_action(texts, action, **changes):
     return forgetful(texts, evalsets={"regression": {"action": action}}, **changes)
 
@@ -370,67 +363,67 @@ def without_actions(run_dir):
     return [{k: v for k, v in e.items() if k not in ("action", "config")} for e in events], metrics
 
 
-def test_stop_saves_ends_with_code_0_and_may_be_resumed(at_the_switch, told, texts, store, tmp_path):
+def test_stop_saves_ends_with_code_0_and_may_be_resumed(run_dir, told, texts, store, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(forgetful(texts).to_json()))
-    options = ["--run-dir", str(at_the_switch), "--store-dir", str(store), "--resume", str(SWITCH)]
+    options = ["--run-dir", str(run_dir), "--store-dir", str(store), "--resume", str(SWITCH)]
     stop = "--set=evalsets.regression.action=stop"
     done = CliRunner().invoke(cli, ["train", str(config), *options, stop], catch_exceptions=False)
     assert done.exit_code == 0
-    (alarm,) = [e for e in events(at_the_switch, "eval_regression") if e["step"] > SWITCH]
+    (alarm,) = [e for e in events(run_dir, "eval_regression") if e["step"] > SWITCH]
     assert alarm["step"] in (SWITCH + 5, SWITCH + 10) and alarm["action"] == "the run stops here"
     last = done.output.splitlines()[-1]
     assert re.fullmatch(
         rf"stopped at step {alarm['step']}, which was saved: (val|code|val, code) got worse; continue with --resume latest, "
-        rf"or go back to before that with `\S+ branch {re.escape(str(at_the_switch))} --at {SWITCH} --run-dir NEW .*`",
+        rf"or go back to before that with `\S+ branch {re.escape(str(run_dir))} --at {SWITCH} --run-dir NEW .*`",
         last,
     )
-    assert load_run(at_the_switch).complete is None
+    assert load_run(run_dir).complete is None
 
-    train(forgetful(texts), at_the_switch, resume="latest", store_dir=store)
-    assert [e["step"] for e in events(at_the_switch, "resume")][-1] == alarm["step"]
-    assert without_actions(at_the_switch) == without_actions(told)
-    assert final_state(at_the_switch) == final_state(told)
+    train(forgetful(texts), run_dir, resume="latest", store_dir=store)
+    assert [e["step"] for e in events(run_dir, "resume")][-1] == alarm["step"]
+    assert without_actions(run_dir) == without_actions(told)
+    assert final_state(run_dir) == final_state(told)
 
 
-def test_checkpoint_keeps_the_step_of_every_alarm(at_the_switch, told, texts, store):
+def test_checkpoint_keeps_the_step_of_every_alarm(run_dir, told, texts, store):
     """Also where the step is the gold, which a gate was asked about: what is kept knows of it."""
     sets = {"code": {"held_out_of": "code", "tolerance": 9.0}, "law": {"held_out_of": "law"}}
     gold = {"minimise": "law/loss", "subject_to": {"code": {"max_increase": 9.0}}, "overfit_ratio": None}
     gold["gate"] = """sh -c 'echo "{\\"accept\\": true}"'"""
     evalsets = {"sets": sets, "gold": gold, "regression": {"action": "checkpoint"}}
     changes = {"checkpoint": {"every": 25, "keep": 1}}
-    train(forgetful(texts, evalsets=evalsets, **changes), at_the_switch, resume=SWITCH, store_dir=store)
-    alarms = [e for e in events(at_the_switch, "eval_regression") if e["step"] > SWITCH]
+    train(forgetful(texts, evalsets=evalsets, **changes), run_dir, resume=SWITCH, store_dir=store)
+    alarms = [e for e in events(run_dir, "eval_regression") if e["step"] > SWITCH]
     assert [e["action"] for e in alarms] == [f"kept as kept/{e['step']}" for e in alarms] and alarms
-    assert checkpoint_steps(at_the_switch / "kept") == [e["step"] for e in alarms]
+    assert checkpoint_steps(run_dir / "kept") == [e["step"] for e in alarms]
     first = alarms[0]["step"]
-    assert first in [e["step"] for e in events(at_the_switch, "gold_checkpoint")]
-    assert read_ledger(at_the_switch / f"kept/{first}")["history"]["gold"]["gold"]["step"] == first
-    train(with_action(texts, "log"), at_the_switch, resume=first, store_dir=store)
-    assert checkpoint_steps(at_the_switch / "kept") == [first]
-    assert first in [e["step"] for e in events(at_the_switch, "gold_checkpoint")]
-    assert final_state(at_the_switch) == final_state(told)
+    assert first in [e["step"] for e in events(run_dir, "gold_checkpoint")]
+    assert read_ledger(run_dir / f"kept/{first}")["history"]["gold"]["gold"]["step"] == first
+    train(with_action(texts, "log"), run_dir, resume=first, store_dir=store)
+    assert checkpoint_steps(run_dir / "kept") == [first]
+    assert first in [e["step"] for e in events(run_dir, "gold_checkpoint")]
+    assert final_state(run_dir) == final_state(told)
 
 
 @pytest.mark.slow
-def test_replay_raises_the_share_to_the_end_of_the_phase_and_a_resume_remembers(at_the_switch, texts, store):
+def test_replay_raises_the_share_to_the_end_of_the_phase_and_a_resume_remembers(run_dir, texts, store):
     config = with_action(texts, "replay", checkpoint={"every": 5, "keep": 12})
-    train(config, at_the_switch, resume=SWITCH, store_dir=store)
-    edits = [e for e in events(at_the_switch, "schedule_edit") if e["step"] < BACK and e["kind"] == "replay"]
+    train(config, run_dir, resume=SWITCH, store_dir=store)
+    edits = [e for e in events(run_dir, "schedule_edit") if e["step"] < BACK and e["kind"] == "replay"]
     first = edits[0]
     assert SWITCH < first["step"] < BACK - 5 and first["until"] == BACK  # at which eval differs by the processor
     assert first["mixture_before"]["law"] == 1.0
     raised = {e["reason"].split()[2].strip(","): e["mixture_after"] for e in edits}
     assert raised["web"]["web"] == pytest.approx(0.02, rel=0.05)
-    mixtures = {row["step"]: row["mixture"] for row in load_run(at_the_switch).metrics}
+    mixtures = {row["step"]: row["mixture"] for row in load_run(run_dir).metrics}
     assert mixtures[BACK - 5]["web"] > 0 and mixtures[BACK - 5]["law"] < 1
     assert mixtures[BACK + 5] == BOTH
 
-    whole, state = record(at_the_switch), final_state(at_the_switch)
+    whole, state = record(run_dir), final_state(run_dir)
     for step in (edits[-1]["step"], edits[-1]["step"] + 5, BACK, BACK + 5):
-        train(config, at_the_switch, resume=step, store_dir=store)
-        assert record(at_the_switch) == whole and final_state(at_the_switch) == state
+        train(config, run_dir, resume=step, store_dir=store)
+        assert record(run_dir) == whole and final_state(run_dir) == state
 
 
 def test_a_gate_may_veto_and_score(texts, store, tmp_path):
