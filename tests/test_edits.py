@@ -95,6 +95,13 @@ def resumed(saved, data, accept_past=False):
     return schedule, past, edit
 
 
+def refusal(saved, data, **options):
+    """(problems, details) of the refusal of a config."""
+    with pytest.raises(InputError) as error:
+        resumed(saved, data, **options)
+    return list(error.value.problems), list(error.value.details)
+
+
 def read(schedule, until, seed=1337):
     """Every row before step `until`: (source, epoch, offset) of each, in order."""
     plan = DataPlan(schedule, seed, EPOCHS, LENGTH)
@@ -215,11 +222,9 @@ def test_no_edit_repeats_or_skips_a_sequence(name):
     _, saved = begun(base)
     data = changed(base, *edits)
     if refused_at:
-        with pytest.raises(InputError) as error:
-            resumed(saved, data)
-        problems, how = error.value.problems, "\n".join(error.value.details)
+        problems, how = refusal(saved, data)
         assert any(problem.startswith(f"config: {refused_at}: ") for problem in problems), problems
-        assert how.endswith("--accept-past") and "\n--- trained\n+++ config\n" in how
+        assert how[-1].endswith("--accept-past") and how[1:3] == ["--- trained", "+++ config"]
     if name == "past batch size":
         schedule, past, _ = resumed(saved, data, accept_past=True)
         assert [s.batch_size for s in schedule.segments if s.start >= STEP] == [2 * BATCH] * 3
@@ -240,27 +245,25 @@ def test_a_phase_under_way_that_was_renamed_cannot_be_renamed_back():
     schedule, past, _ = resumed(saved, data)
     for step in (70, 95):  # at 80 it is over
         saved = ledger_of(config_of(data), schedule, step, past)
-        with pytest.raises(InputError) as error:
-            resumed(saved, BASE)
+        problems, how = refusal(saved, BASE)
         told = "config: phases: got phase b, which lasted up to step 60, then second began: it cannot come back"
-        assert told in error.value.problems
-        assert "-- name: second\n" in "\n".join(error.value.details)
+        assert told in problems
+        assert "-- name: second\n" in "\n".join(how)
         assert not resumed(saved, data)[2].changes
 
 
 def test_a_refusal_shows_the_difference_and_what_to_put_back():
     _, saved = begun()
     data = changed(BASE, reweighted("a", web=1.0), put("seed", 3), put("train.batch_size", 8), reweighted("c", web=1.0))
-    with pytest.raises(InputError) as error:
-        resumed(saved, data)
-    assert list(error.value.problems) == [
+    problems, how = refusal(saved, data)
+    assert problems == [
         "config: seed: got 3, but steps 0 to 60 were trained with 1337",
         "config: train.batch_size: got 8, but steps 0 to 40 were trained with 4; leave it as it was, and set "
         "batch_size on the phases still to come",
         'config: phases[0].mixture: got {"web": 1.0}, but steps 0 to 40 were trained with {"web": 0.7, "law": 0.3}',
     ]
     assert (
-        "\n".join(error.value.details)
+        "\n".join(how)
         == """what is already trained is fixed; the difference:
 --- trained
 +++ config
@@ -291,9 +294,7 @@ def test_what_is_put_back_has_the_shape_that_train_no_longer_gives():
     saved = ledger_of(config, resolve_schedule(config, epochs_of(config)), 85)
     longer = [put("train.seq_len", 8), shaped("b", seq_len=4, grad_accum=2)]
     data = changed(base, *longer, lambda d: phase(d, "a").update(until=30))
-    with pytest.raises(InputError) as error:
-        resumed(saved, data)
-    how = error.value.details
+    _, how = refusal(saved, data)
     assert not [
         line for line in how[: how.index("put this back into the config:")] if line[:1] in "+-" and "seq" in line
     ]
@@ -308,15 +309,13 @@ def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():
     """Also one by the clock of a longer run, and the last one of a run that is extended."""
     _, saved = begun()
     data = changed(BASE, lambda d: phase(d, "b").update(until="55%"), reweighted("b", code=1.0))
-    with pytest.raises(InputError) as error:
-        resumed(saved, data)
+    problems, how = refusal(saved, data)
     trained = '{"web": 0.3, "law": 0.5, "code": 0.2}'
-    assert list(error.value.problems) == [
+    assert problems == [
         'config: phases[1].until: got "55%", but steps 40 to 60 were trained in this phase: let it end at 60 or later, '
         'as "80%" does',
         f'config: phases[1].mixture: got {{"code": 1.0}}, but steps 40 to 60 were trained with {trained}',
     ]
-    how = error.value.details
     assert list(how[how.index("put this back into the config:") + 5 :][:3]) == [
         "- name: b",
         "  until: 80%",
@@ -327,9 +326,7 @@ def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():
         ([lambda d: phase(d, "b").update(until="60%"), reweighted("b", code=1.0)], "60%"),
         ([lambda d: phase(d, "b").update(until="55%"), put("train.steps", 70)], "60"),
     ):
-        with pytest.raises(InputError) as error:
-            resumed(saved, changed(BASE, *edits))
-        how = error.value.details
+        _, how = refusal(saved, changed(BASE, *edits))
         assert f"  until: {until}" in how[how.index("put this back into the config:") + 5 :]
     # What the refusal gives back is taken, and what it calls for is no edit of the past later.
     assert resumed(saved, BASE)[0].phase_bounds[1:] == (("b", 40, 80), ("c", 80, 100))
@@ -767,12 +764,11 @@ def test_the_shape_of_a_phase_that_is_over_stands_and_others_may_change(name):
     whole, saved = begun()
     data = changed(BASE, *edits)
     if refused:
-        with pytest.raises(InputError) as error:
-            resumed(saved, data)
-        places = [problem.removeprefix("config: ").split(": got")[0] for problem in error.value.problems]
+        problems, how = refusal(saved, data)
+        places = [problem.removeprefix("config: ").split(": got")[0] for problem in problems]
         assert sorted(places) == sorted(refused)
-        assert "but steps 0 to 40 were trained with" in error.value.problems[0]
-        assert "\n--- trained\n+++ config\n" in "\n".join(error.value.details)
+        assert "but steps 0 to 40 were trained with" in problems[0]
+        assert "\n--- trained\n+++ config\n" in "\n".join(how)
     schedule, past, edit = resumed(saved, data, accept_past=bool(refused))
     assert edit.changes and bool(edit.accepted) == bool(refused)
     at = schedule.segment_at(STEP)
@@ -845,9 +841,8 @@ def test_the_blocks_of_a_run_stay(edits, path, got):
         f"config: {path}: got {got}, but the run's sources are read in blocks of 8, its longest sequence at the "
         "start; expected 8 as the longest (train.seq_len may stay so while phases have shorter ones)"
     )
-    with pytest.raises(InputError) as error:
-        resumed(saved, changed(BASE, *edits), accept_past=True)
-    assert error.value.problems == (expected,)
+    problems, _ = refusal(saved, changed(BASE, *edits), accept_past=True)
+    assert problems == [expected]
 
 
 def test_the_phase_that_had_the_longest_sequence_is_named():
@@ -923,10 +918,9 @@ def test_a_phase_that_lasted_to_its_end_is_not_told_to_last_longer(step, phase, 
     data["phases"].append({"name": "d", "until": "end", "mixture": {"web": 1.0}})
     data["phases"][2]["until"] = 150
     data["phases"][phase]["until"] = until
-    with pytest.raises(InputError) as error:
-        resumed(saved, data)
+    problems, _ = refusal(saved, data)
     fix = f"steps {start} to {step} were trained in this phase: let it end at {step}"
-    assert list(error.value.problems) == [f"config: phases[{phase}].until: got {until}, but {fix}"]
+    assert problems == [f"config: phases[{phase}].until: got {until}, but {fix}"]
 
 
 def test_a_segment_does_not_go_on_without_a_source_that_its_ramp_leaves():
