@@ -20,13 +20,11 @@ class Resumed(NamedTuple):
     ledger: dict[str, Any]
 
 
-def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | None:
-    """The checkpoint that `resume` means; None if the run begins. Raises InputError if the one asked for is not there.
+def to_resume(directory: RunDirectory, resume: str | int) -> Resumed | None:
+    """The checkpoint that `resume` means; None if there is none. Raises InputError if the one asked for is not there.
 
     "latest" is the newest in `checkpoints/` that verifies or, if none does, the newest in `gold/` and `kept/`.
     """
-    if resume is None:
-        return None
     if resume == "latest":
         return newest_resumed(directory)
     step, folder = find_checkpoint(directory, resume, option="--resume")
