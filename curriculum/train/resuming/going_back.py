@@ -46,22 +46,11 @@ def to_continue(directory: RunDirectory, resume: str | int | None) -> tuple[Resu
     """The checkpoint that `resume` means, as of `to_resume`, and what `write` kept of a rollback that leads there.
 
     If a run was ended on the way back, "latest" goes on with that rollback: from the newest checkpoint before the bad
-    updates, or from the start. Raises InputError.
+    updates, or from the start. A step that is asked for leaves it out; the run comes to it again. Raises InputError.
     """
-    if resume is None:
-        return None, None
-    try:
-        under_way = _under_way(directory)
-    except InputError:
-        if resume == "latest":
-            raise
-        under_way = None  # a step that is asked for leaves the rollback out, unless it is the one that it leads to
-    if under_way is None:
-        return to_resume(directory, resume), None
-    if resume == "latest":
+    if resume == "latest" and (under_way := _under_way(directory)) is not None:
         return newest_resumed(directory, under_way["rollback"]["event"]["first_bad_step"]), under_way
-    resumed = to_resume(directory, resume)
-    return resumed, under_way if resumed is not None and resumed.step == under_way["step"] else None
+    return None if resume is None else to_resume(directory, resume), None
 
 
 def _under_way(directory: RunDirectory) -> dict[str, Any] | None:
