@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 
 CLOCK_FIELDS = {
@@ -17,6 +18,13 @@ CLOCK_FIELDS = {
 def without_clock(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Events or rows of metrics without the fields of clock, speed and memory."""
     return [{key: value for key, value in line.items() if key not in CLOCK_FIELDS} for line in lines]
+
+
+def record(run_dir: Path, without: Iterable[str] = ("resume",)) -> tuple[list, list]:
+    """Events, but for those of the names `without`, and rows of metrics."""
+    run = load_run(run_dir)
+    assert run.events and run.metrics
+    return without_clock(e for e in run.events if e["event"] not in without), without_clock(run.metrics)
 
 
 def saved_arrays(checkpoint: Path, items: Iterable[str] = ("params", "train")) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from compared_runs import CLOCK_FIELDS, saved_arrays, without_clock
+from compared_runs import CLOCK_FIELDS, record, saved_arrays, without_clock
 from tiny_run import diverges, flip_bit, tiny_data, tiny_train, with_changes, write_corpus
 
 from curriculum.branch import branch
@@ -128,11 +128,6 @@ def state_of(run_dir, step=STEPS):
     return arrays
 
 
-def record(run_dir, without=("resume", "rollback")):
-    run = load_run(run_dir)
-    return without_clock(e for e in run.events if e["event"] not in without), without_clock(run.metrics)
-
-
 def rollbacks(run_dir):
     return [event for event in load_run(run_dir).events if event["event"] == "rollback"]
 
@@ -184,7 +179,7 @@ def test_three_bad_batches_in_a_row_are_gone_back_from(place, clean, gone_back):
 
 def test_it_is_bit_for_bit_the_run_that_was_planned_so(gone_back, from_the_start):
     assert state_of(gone_back) == state_of(from_the_start)
-    events, rows = record(gone_back)
+    events, rows = record(gone_back, without=("resume", "rollback"))
     other_events, other_rows = record(from_the_start)
     assert rows == other_rows and len(rows) == STEPS
     events[0].pop("plan"), other_events[0].pop("plan")  # `gone_back` planned otherwise when it began
@@ -308,7 +303,7 @@ def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_pa
     assert kept == list(range(1, 133 if where == "after it" else 139))
     trained(place, tmp_path / "run", data, resume="latest")
     assert state_of(tmp_path / "run") == state_of(gone_back)
-    assert record(tmp_path / "run", without=("resume",)) == record(gone_back, without=("resume",))
+    assert record(tmp_path / "run") == record(gone_back)
 
 
 def exploding(place, **changes):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from compared_runs import saved_arrays, without_clock
+from compared_runs import record, saved_arrays, without_clock
 from tiny_run import tiny_data, tiny_train, with_changes, write_corpus
 
 from curriculum.config import build_config
@@ -69,14 +69,6 @@ def final_state(run_dir: Path):
     """Every array of the newest checkpoint as bytes."""
     step = Checkpoints(run_dir / "checkpoints").steps()[-1]
     return step, saved_arrays(run_dir / "checkpoints" / str(step))
-
-
-def record(run_dir: Path, *, without=("resume",)):
-    """Events and metrics with the fields of clock, speed and memory taken out."""
-    run = load_run(run_dir)
-    events = without_clock(e for e in run.events if e["event"] not in without)
-    assert events and run.metrics
-    return events, without_clock(run.metrics)
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,9 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from compared_runs import saved_arrays, without_clock
+from compared_runs import record, saved_arrays
 
 from curriculum.config import build_config
-from curriculum.run import load_run
 from curriculum.train import divergence
 from curriculum.train.trainer import train
 from evalsets.suite import Suite
@@ -64,17 +63,12 @@ def last_state(run_dir: Path) -> dict[str, bytes]:
     return saved_arrays(run_dir / "checkpoints/12", ("params", "train", "baselines"))
 
 
-def record(run_dir: Path, without=("resume", "checkpoint_failed")) -> tuple[list, list]:
-    """Events and metrics with the fields of clock, speed and memory taken out."""
-    run = load_run(run_dir)
-    assert run.events and run.metrics
-    return without_clock(e for e in run.events if e["event"] not in without), without_clock(run.metrics)
-
-
 def assert_same_run(run_dir: Path, other: Path, golds: bool = True) -> None:
     """Bit for bit; without `golds`: but for the checkpoints that were saved on the way, and the gold before a gold."""
     assert last_state(run_dir) == last_state(other)
-    (events, metrics), (expected_events, expected_metrics) = record(run_dir), record(other)
+    (events, metrics), (expected_events, expected_metrics) = (
+        record(path, without=("resume", "checkpoint_failed")) for path in (run_dir, other)
+    )
     if not golds:
         without = ("previous", "previous_step")
         events, expected_events = (
