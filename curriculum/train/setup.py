@@ -251,10 +251,6 @@ def _keys(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield section, value
 
 
-def _digest(value: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
 def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
     """What all processes of a run must have in common, by name: versions and digests."""
     found = {
@@ -264,7 +260,8 @@ def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | Non
         "the schedule": segments_to_json(schedule.segments),
         "what the run begins from": lineage,
     }
-    return _program(Path(__file__).parents[2]) | {name: _digest(value) for name, value in found.items()}
+    texts = {name: json.dumps(value, sort_keys=True).encode() for name, value in found.items()}
+    return _program(Path(__file__).parents[2]) | {n: xxhash.xxh3_64_hexdigest(text) for n, text in texts.items()}
 
 
 def _program(house: Path) -> dict[str, str]:
