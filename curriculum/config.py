@@ -236,7 +236,7 @@ def build_config(
             data = {key: section for key, section in data.items() if key not in INHERITED}
     if inherited is not None:
         data = inherited.under(data)
-    values, wrong = _read_sections(with_shares(with_seq_len(_without_null_sets(data))), origin)
+    values, wrong = _read_sections(with_shares(with_seq_len(data)), origin)
     problems += [problem for problem in wrong if problem[0] not in not_substituted]
     if problems:
         paths = [path for section in sections() for path in key_paths(annotations(Config)[section.name], section.name)]
@@ -301,15 +301,6 @@ def _read_sections(data: Mapping[str, Any], origin: Origin) -> tuple[dict[str, A
         else:
             problems.append((name, _ALL_REPLAYED if name in origin.made_of else "missing; this section is needed"))
     return values, problems
-
-
-def _without_null_sets(data: dict[str, Any]) -> dict[str, Any]:
-    """The data of a config without the eval sets that are null: an option drops one so that an earlier option added."""
-    section = data.get("evalsets")
-    if not isinstance(section, dict) or not isinstance(section.get("sets"), dict):
-        return data
-    sets = {name: evalset for name, evalset in section["sets"].items() if evalset is not None}
-    return data | {"evalsets": section | {"sets": sets}}
 
 
 def _inherited(data: dict, own: RunDirectory | None) -> tuple[Heritage | None, list[tuple[str, str]]]:

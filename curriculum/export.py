@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import Template
 from curriculum.data.tokenizers.chat_template import ends_answer, opens_document
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer, write_json
@@ -100,7 +100,13 @@ def export(
     if target is not None and architecture != begun_with:
         target = _target(directory, kind, dtype, architecture)
     if target is not None:
-        target = replace(target, chat=chat_of(directory.resolved(), ledger, step))
+        template = chat_of(directory.resolved(), ledger, step)
+        if template is not None and template != Template.of(template.chat, target.tokenizer.special_tokens):
+            tell(
+                "the run was trained by older code, for which the names of special tokens in the chat section were "
+                "ordinary text; what reads the exported template gives them their own ids"
+            )
+        target = replace(target, template=template)
 
     arrays = _parameters(directory, saved, architecture, ledger["lineage"] if merge else None)
     if spoilt := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
@@ -177,7 +183,7 @@ class _Target:
     tokenizer: Tokenizer
     hf_config: dict[str, Any]  # empty for gguf
     base: str | None  # for peft: the model that the adapters are for
-    chat: ChatConfig | None = None  # how conversations were rendered, None if there were none
+    template: Template | None = None  # how conversations were rendered, None if there were none
 
 
 def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
@@ -230,13 +236,13 @@ def _write(
         ends = _ends(target)
         ids = {"bos_token_id": target.hf_config["bos_token_id"], "eos_token_id": ends[0] if len(ends) == 1 else ends}
         write_json(folder / "generation_config.json", ids)
-    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
+    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, template=target.template)
 
 
 def _ends(target: _Target) -> list[int]:
     """The ids at which a text of the model ends, end-of-text first."""
     tokenizer = target.tokenizer
-    closing = None if target.chat is None else ends_answer(target.chat, tokenizer)[1]
+    closing = None if target.template is None else ends_answer(target.template, tokenizer)[1]
     return list(dict.fromkeys([tokenizer.eot, *tokenizer.stops, *([] if closing is None else [closing])]))
 
 
@@ -244,7 +250,7 @@ def _write_gguf(
     path: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
-    rest = {"dtype": dtype, "name": target.name, "chat": target.chat, "metadata": own}
+    rest = {"dtype": dtype, "name": target.name, "template": target.template, "metadata": own}
     in_f16 = write_gguf(path, target.config, arrays, target.tokenizer, **rest)
     if in_f16:
         tell(f"q8_0: {len(in_f16)} matrices are stored as f16 (rows not a multiple of 32): {', '.join(in_f16)}")
@@ -260,8 +266,8 @@ def _described(
         drawn = {name: source["tokens_drawn"] for name, source in ledger["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
-    opens = target.chat is not None and opens_document(target.tokenizer)
-    return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.chat, opens)
+    opens = target.template is not None and opens_document(target.tokenizer)
+    return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.template, opens)
 
 
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:

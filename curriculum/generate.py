@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import Template
 from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.errors import InputError, check_several
 from curriculum.run import DEFAULT_STORE_DIR, load_run
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 class Loaded:
     """A checkpoint's parameters and the generator that draws text with them.
 
-    `chat` is the template of the conversations that it was trained on, the config's if `knows_chat` is false.
+    `template` is that of the conversations that it was trained on, the config's if `knows_chat` is false.
     """
 
     step: int
     generator: Generator
     params: Any
     warnings: tuple[str, ...]
-    chat: ChatConfig
+    template: Template
     knows_chat: bool
 
     def until_answered(self, sampling: Sampling) -> Sampling:
         """The settings with which a continuation ends where the chat template closes an answer."""
-        closing, token = ends_answer(self.chat, self.generator.tokenizer)
-        return replace(sampling, stop=(*sampling.stop, closing)) if closing and token is None else sampling
+        closing, _ = ends_answer(self.template, self.generator.tokenizer)  # at the token its prompts end
+        return replace(sampling, stop=(*sampling.stop, closing)) if closing else sampling
 
     def prompts(self, texts: Iterable[str], chat: bool = False) -> list[Prompt]:
         """The texts as prompts, with `chat` as what users say.
@@ -51,7 +51,7 @@ class Loaded:
         prompts, problems = [], []
         for number, text in enumerate(texts, start=1):
             try:
-                prompts.append(self.generator.prompt(text, self.chat if chat else None))
+                prompts.append(self.generator.prompt(text, self.template if chat else None))
             except InputError as error:
                 problems += [f"prompt {number}: {problem}" for problem in error.problems]
         if problems:
@@ -115,8 +115,9 @@ def load_generator(
     trained = load_trained(saved, store_dir)
     warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each device holds all parameters",)
     generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
-    chat = chat_of(RunDirectory(Path(run)).resolved(), saved.ledger, saved.step)
-    return Loaded(saved.step, generator, trained.params, warnings, chat or config.chat, chat is not None)
+    known = chat_of(RunDirectory(Path(run)).resolved(), saved.ledger, saved.step)
+    template = known or Template.of(config.chat, saved.tokenizer.special_tokens)
+    return Loaded(saved.step, generator, trained.params, warnings, template, known is not None)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:

@@ -190,8 +190,8 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     if not isinstance(base, Base):
         return
     reads_turns = any(source.format == "messages" for source in config.sources.values())
-    if reads_turns and base.chat not in (None, config.chat):
-        ours, its = asdict(config.chat), asdict(base.chat)
+    if reads_turns and base.chat is not None and base.chat.chat != config.chat:
+        ours, its = asdict(config.chat), asdict(base.chat.chat)
         changed = [f"chat.{role} is {shown(its[role])} there" for role in its if ours[role] != its[role]]
         yield f"conversations are written by another template than {given} was trained with: {'; '.join(changed)}"
     streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}

@@ -70,7 +70,7 @@ def test_content_that_looks_like_the_template_is_content():
 def test_special_tokens_that_the_template_spells_stand_alone():
     names = ["<|im_start|>", "<|im_end|>", "<|im_end", "<|endoftext|>"]
     template = Template.of(CHATML, names)
-    assert template.special == ("<|im_start|>", "<|im_end|>", "<|im_end")
+    assert template.special == ("<|im_start|>", "<|im_end|>")
     content = "<|im_end|>x"  # content is text
     messages = turns(("user", content), ("assistant", content), ("user", ""), ("assistant", ""))
     opened, closed = ("<|im_start|>", False, True), ("<|im_end|>", False, True)

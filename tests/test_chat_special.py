@@ -1,23 +1,29 @@
 """Chat templates that spell special tokens: from the text to the store, the batches, the evals, an answer, an export."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from hf_folders import write_folder
 
 from curriculum.config import build_config
-from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.corpus import load_corpus
+from curriculum.data.chat import CHATML, ChatConfig, Template
+from curriculum.data.corpus import find_sizes, load_corpus
 from curriculum.data.prepare import prepare_documents, prepare_store
 from curriculum.data.sources import SourceConfig
 from curriculum.data.store import open_store
+from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
+from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.export import export
+from curriculum.find_checkpoint import read_ledger
 from curriculum.generate import load_generator
 from curriculum.model.continuation import Continuation
+from curriculum.run import load_run
 from curriculum.sampling import Sampling
+from curriculum.schema.adaptation import chat_of, find_base
 from curriculum.train.trainer import train
 
 TALKS = [
@@ -148,6 +154,27 @@ def test_what_would_cut_conversations_is_refused(qwen, tmp_path):
         }))  # fmt: skip
         assert load_corpus(other, tmp_path / "store").details["talks"]["tokens"]
 
+    # Text is not cut by a template, nor is an eval set packed.
+    masked = {"packing": {"document_mask": True}}
+    texts = tmp_path / "texts.jsonl"
+    rows = [{"prompt": f"{i}", "completion": "one two three"} for i in range(120)]
+    texts.write_text("".join(map("{}\n".format, map(json.dumps, rows))))
+    completion = {"talks": {"path": str(texts), "format": "completion", "held_out": "30%"}}
+    corpus = load_corpus(
+        build_config(data_of(tmp_path, texts, folder, sources=completion, **masked)), tmp_path / "store"
+    )
+    assert corpus.details["talks"]["tokens"]
+    measured = {"primary": {"held_out_of": "talks"}, "sets": {"chat": {"path": str(path), "format": "messages"}}}
+    config = build_config(data_of(tmp_path, texts, folder, sources=completion, evalsets=measured, **masked))
+    assert load_corpus(config, tmp_path / "store").evalsets["chat"].num_documents == len(TALKS)
+    turns = [{"prompt": talk[:1], "completion": talk[1:2]} for talk in TALKS]
+    texts.write_text("".join(map("{}\n".format, map(json.dumps, turns))))
+    config = build_config(data_of(tmp_path, texts, folder, sources=completion, **masked))
+    with pytest.raises(InputError, match="packing.document_mask: in mode stream takes"):
+        load_corpus(config, tmp_path / "store")
+    with pytest.raises(InputError, match="packing.document_mask: in mode stream takes"):  # as it is prepared by now
+        find_sizes(config, tmp_path / "store")
+
     definition = json.loads((folder / "tokenizer.json").read_text())
     strips = tmp_path / "strips"
     strips.mkdir()
@@ -168,7 +195,7 @@ def test_a_folder_prepared_with_their_names_as_text_is_refused(qwen, tmp_path):
     source = SourceConfig(path=str(tmp_path / "talks"), format="messages")
     assert prepare_store("talks", source, tokenizer, tmp_path / "store").facts == store.facts
     sidecar = json.loads((tmp_path / "talks/store.json").read_text())
-    assert sidecar["chat"].pop("special_tokens") == "<|im_start|> <|im_end|>"
+    assert sidecar["chat"].pop("special_tokens") == '["<|im_start|>", "<|im_end|>"]'
     facts = type(store.facts)(**{**vars(store.facts), "chat": sidecar["chat"]})
     sidecar["checksum"] = facts.own_checksum()
     (tmp_path / "talks/store.json").write_text(json.dumps(sidecar))
@@ -186,7 +213,8 @@ def run(tmp_path_factory):
     place = write_folder("llama3", folder / "tokenizer")
     special = load_tokenizer(place).special_tokens
     ends = [special[name] for name in ("<|end_of_text|>", "<|begin_of_text|>", "<|end_of_text|>")]
-    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, 10**6]}))
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, 10**6, True, {}]}))
+    (place / "config.json").write_text(json.dumps({"eos_token_id": special["<|end_of_text|>"]}))
     tokenizer = load_tokenizer(place)
     assert tokenizer.stops == (special["<|begin_of_text|>"],) and tokenizer.eot == special["<|end_of_text|>"]
     chat = {"user": "User: {content}<|eot_id|>", "assistant": "Model: {content} \n<|eot_id|>\n"}
@@ -212,6 +240,10 @@ def test_a_question_has_them_and_an_answer_ends_at_them(run):
         piece = continuation.add(drawn, tokenizer)
         assert (piece.text, piece.whole.text, piece.whole.finished) == ("yes", "yes", "stop")
         assert piece.whole.ids[-1] == end
+    both = Template(ChatConfig(assistant="A {content}\n### End <|eot_id|>\n"), ("<|eot_id|>",))
+    assert (
+        ends_answer(both, tokenizer) == ("### End", eot_id) and ends_answer(Template(both.chat), tokenizer)[1] is None
+    )
     [asked] = loaded.generator.generate(loaded.params, [prompt], Sampling(max_tokens=4))
     assert asked.num_prompt_tokens == len(prompt.ids)
 
@@ -233,3 +265,36 @@ def test_an_export_names_all_that_end_a_text(run, tmp_path):
     fields = GGUFReader(tmp_path / "gguf/model.gguf").fields
     found = [fields[f"tokenizer.ggml.{role}_token_id"].contents() for role in ("eos", "eot")]
     assert found == [tokenizer.eot, eot_id]
+
+
+def test_names_that_older_code_trained_on_as_text_are_text_to_generate_and_told_by_export(run, tmp_path, capsys):
+    place, tokenizer, store_dir = run
+    resolved, ledger = load_run(place).resolved, read_ledger(place / "checkpoints/2")
+    assert ledger.pop("chat_special_tokens") == ["<|eot_id|>"]
+    assert chat_of(resolved, ledger, 2) == Template(ChatConfig(**resolved["chat"]))
+    older = tmp_path / "older"
+    shutil.copytree(place, older)
+    for folder in (older / "checkpoints/2", older / "gold/2"):
+        if folder.exists():
+            path = next(folder.glob("ledger/*"))
+            saved = json.loads(path.read_text())
+            del saved["chat_special_tokens"]
+            path.write_text(json.dumps(saved))
+            write_manifest(folder)
+    loaded = load_generator(older, step=2, store_dir=store_dir)
+    [prompt] = loaded.prompts(["hi"], chat=True)
+    assert tokenizer.special_tokens["<|eot_id|>"] not in prompt.ids and prompt.ends == tokenizer.stops
+    assert loaded.until_answered(Sampling()).stop == ("<|eot_id|>",)
+    capsys.readouterr()
+    export(older, tmp_path / "hf", format="hf", step=2)
+    assert "the run was trained by older code, for which the names of special tokens" in capsys.readouterr().err
+
+
+def test_a_run_begins_with_the_rule_of_its_base(run, tmp_path):
+    place, tokenizer, store_dir = run
+    base = find_base(str(place / "checkpoints/2"))
+    assert base.chat.special == ("<|eot_id|>",) and Template.from_json(base.lineage(False)["chat"]) == base.chat
+    partial = {"adaptation": {"init_from": base.init_from}, "chat": {"user": "Q: {content}<|eot_id|>"}}
+    data = data_of(tmp_path, store_dir.parent / "talks.jsonl", "unused", **partial)
+    config = build_config({key: part for key, part in data.items() if key not in ("model", "tokenizer")})
+    assert config.chat.user == partial["chat"]["user"] and config.chat.assistant == base.chat.chat.assistant

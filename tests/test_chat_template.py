@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from curriculum.data.chat import CHATML, ChatConfig, Template, render
 from curriculum.data.encode import encode_beginning
+from curriculum.data.prepare import prepare_documents
 from curriculum.data.tokenizers.chat_template import chat_template, opens_document
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
@@ -49,9 +50,8 @@ def tokenizer_of(kind, folder):
     return own_tokenizer(kind)
 
 
-def in_training(talk, chat, tokenizer, *, generation_prompt):
+def in_training(talk, template, tokenizer, *, generation_prompt):
     """(text, ids) as training has them: each stretch of its own, the prompt of an answer being one with what is before."""
-    template = Template.of(chat, tokenizer.special_tokens)
     joined = render(talk, template)
     for stretch in template.around("assistant")[0] if generation_prompt else ():
         if joined[-1].special or stretch.special or joined[-1].scored:
@@ -75,7 +75,7 @@ def as_transformers_renders(template, **variables):
 
 def test_the_template_as_text():
     chat = ChatConfig(system="S{content}\n", user="«{content}»\t", assistant="A\\{content}")
-    assert chat_template(chat, byte_tokenizer()).splitlines() == [
+    assert chat_template(Template(chat), byte_tokenizer()).splitlines() == [
         "{{- bos_token }}",
         "{%- for message in messages %}",
         "{%- if message['role'] == 'system' %}",
@@ -98,14 +98,15 @@ def test_the_template_as_text():
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_renders_has_the_ids_of_training(kind, name, tmp_path):
     """By jinja2 and the `tokenizers` library; tests/test_parity_tokenizer.py has transformers itself."""
-    tokenizer, chat = tokenizer_of(kind, tmp_path), CHATS[name]
+    tokenizer = tokenizer_of(kind, tmp_path)
+    chat = Template.of(CHATS[name], tokenizer.special_tokens)
     folder = tmp_path / "written"
     folder.mkdir()
-    write_hf_tokenizer(tokenizer, folder, chat=chat)
+    write_hf_tokenizer(tokenizer, folder, template=chat)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     bos = "" if kind in WITHOUT_BOS else config["bos_token"]
     assert opens_document(tokenizer) == bool(bos)
-    spells = bool(Template.of(chat, tokenizer.special_tokens).special)
+    spells = bool(chat.special)
     assert spells == (name == "SPELLED" and kind != "smollm3" or (name, kind) == ("ChatML", "qwen"))
     assert config["split_special_tokens"] is not (bool(bos) or spells)
     library = Library.from_file(str(folder / "tokenizer.json"))
@@ -121,10 +122,10 @@ def test_what_it_renders_has_the_ids_of_training(kind, name, tmp_path):
 
 
 def test_a_role_that_the_template_lacks_is_an_error():
-    template = chat_template(CHATML, byte_tokenizer())
+    template = chat_template(Template(CHATML), byte_tokenizer())
     with pytest.raises(Exception, match="expected messages of role system, user, assistant"):
         as_transformers_renders(template, messages=turns(("tool", "x")), bos_token="<|endoftext|>")
-    with_tools = chat_template(OWN, byte_tokenizer())
+    with_tools = chat_template(Template(OWN), byte_tokenizer())
     assert (
         as_transformers_renders(with_tools, messages=turns(("tool", "x")), bos_token="!") == "!{{ x }} {% %} {# -}}\n"
     )
@@ -140,12 +141,33 @@ def test_it_takes_the_place_of_one_that_came_with_the_tokenizer(in_a_file, tmp_p
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ old }}"}))
     tokenizer = load_tokenizer(source)
     kept, replaced = tmp_path / "kept", tmp_path / "replaced"
-    for folder, chat in ((kept, None), (replaced, OWN)):
+    for folder, chat in ((kept, None), (replaced, Template(OWN))):
         folder.mkdir()
-        write_hf_tokenizer(tokenizer, folder, chat=chat)
+        write_hf_tokenizer(tokenizer, folder, template=chat)
     assert gguf_vocabulary(tokenizer, tokenizer.vocab_size)["chat_template"] == "{{ old }}"
     assert any("{{ old }}" in file.read_text() for file in kept.iterdir())
     assert not any("old }}" in file.read_text() for file in replaced.iterdir())
-    expected = chat_template(OWN, tokenizer)
+    expected = chat_template(Template(OWN), tokenizer)
     assert json.loads((replaced / "tokenizer_config.json").read_text())["chat_template"] == expected
-    assert gguf_vocabulary(tokenizer, tokenizer.vocab_size, OWN)["chat_template"] == expected
+    assert gguf_vocabulary(tokenizer, tokenizer.vocab_size, Template(OWN))["chat_template"] == expected
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_bos_that_it_spells_first_is_written_once(kind, tmp_path):
+    tokenizer = tokenizer_of(kind, tmp_path)
+    bos = next(name for name, token in tokenizer.special_tokens.items() if token == tokenizer.bos)
+    chat = ChatConfig(user=f"{bos}User {{content}}\n", assistant="Model\n{content}\n")
+    template = Template.of(chat, tokenizer.special_tokens)
+    (tmp_path / "written").mkdir()
+    write_hf_tokenizer(tokenizer, tmp_path / "written", template=template)
+    library = Library.from_file(str(tmp_path / "written/tokenizer.json"))
+    talk = turns(("user", "Hi"), ("assistant", "Yo"), ("user", "x"))
+    ids = [tokenizer.bos, *encode_beginning(render(talk, template), tokenizer).tolist()]
+    assert [token == tokenizer.bos for token in ids].count(True) == 2 and tokenizer.bos not in ids[1:3]
+    variables = {"messages": talk, "bos_token": bos, "add_generation_prompt": False}
+    rendered = as_transformers_renders(chat_template(template, tokenizer), **variables)
+    found = library.encode(rendered, add_special_tokens=False).ids
+    assert found == (ids if opens_document(tokenizer) else ids[1:])
+    store = prepare_documents([talk] * 2, tokenizer, tmp_path / "talks", chat=chat)
+    own_bos = [tokenizer.bos] if tokenizer.has_own_bos else []
+    assert store.stream[:].tolist() == [*own_bos, *ids[1:], tokenizer.eot] * 2

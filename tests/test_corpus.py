@@ -8,7 +8,7 @@ import pytest
 from hf_folders import write_folder
 
 from curriculum.config import build_config
-from curriculum.data.chat import CHATML
+from curriculum.data.chat import CHATML, Template
 from curriculum.data.corpus import find_sizes, load_corpus
 from curriculum.data.prepare import prepare_folder
 from curriculum.data.tokenizers.chat_template import chat_template
@@ -356,7 +356,7 @@ def test_a_chat_template_that_is_not_the_configs_is_warned_of(folder):
     assert warned(chat={}) == 1 and warned() == 0
     (brought / "chat_template.jinja").write_bytes(b"\xff")
     assert warned(chat={}) == 1
-    for chatml in (chat_template(CHATML, load_tokenizer(brought)), "{{ '<|im_start|>' + message['role'] }}"):
+    for chatml in (chat_template(Template(CHATML), load_tokenizer(brought)), "{{ '<|im_start|>' + message['role'] }}"):
         (brought / "chat_template.jinja").write_text(chatml)
         assert warned(chat={}) == 0
 

@@ -16,7 +16,7 @@ from written_run import command, write_run
 
 from curriculum.cli.options import step_text
 from curriculum.config import build_config
-from curriculum.data.chat import CHATML, ChatConfig
+from curriculum.data.chat import CHATML, ChatConfig, Template
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
@@ -572,10 +572,10 @@ def test_a_run_that_begins_from_one_that_knows_conversations_knows_its_template(
     export("later", "hf", format="hf", step="latest")
     export(chat_run, "of_base", format="hf", step=4)
     assert exported_template(Path("hf")) == exported_template(Path("of_base")) is not None
-    assert load_generator("later", step="latest").chat == ChatConfig(**chat)
+    assert load_generator("later", step="latest").template == Template(ChatConfig(**chat))
     assert load_generator("later", step="latest").knows_chat
     untaught = load_generator(chat_run, step=2)  # before the first conversation
-    assert untaught.chat == ChatConfig(**chat) and not untaught.knows_chat
+    assert untaught.template == Template(ChatConfig(**chat)) and not untaught.knows_chat
     tiny_train(tmp_path, Path("untaught"), adaptation={"init_from": str(chat_run / "checkpoints/2")}, model=model)
     assert "chat" not in load_run("untaught").start["lineage"]
 

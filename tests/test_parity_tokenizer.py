@@ -116,12 +116,13 @@ def test_of_a_folder_of_a_class_that_transformers_builds_anew(name, tmp_path):
 def test_conversations_have_the_ids_of_training(kind, name, tmp_path):
     import transformers
 
-    ours, chat = tokenizer_of(kind, tmp_path), CHATS[name]
+    ours = tokenizer_of(kind, tmp_path)
+    chat = Template.of(CHATS[name], ours.special_tokens)
     (tmp_path / "written").mkdir()
-    write_hf_tokenizer(ours, tmp_path / "written", chat=chat)
+    write_hf_tokenizer(ours, tmp_path / "written", template=chat)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "written")
     opens = opens_document(ours)
-    spells = bool(Template.of(chat, ours.special_tokens).special)
+    spells = bool(chat.special)
     for talk in TALKS:
         for prompt in (False, True):
             _, expected = in_training(talk, chat, ours, generation_prompt=prompt)

@@ -139,12 +139,16 @@ def test_null_drops_an_eval_set_that_an_earlier_option_added(tmp_path):
     path.write_text(FILE)
     both = ("--eval-dataset-dir law=gone", "--eval-dataset-dir code=there")
     null = "evalsets.sets.law=null"
-    for remembered, overrides in ((both, [null]), ((*both, f"--set {null}"), [])):
-        config = load_config(path, overrides, remembered=remembered, check_paths=False)
-        assert list(config.eval_sources) == ["primary", "code"] and list(config.to_json()["evalsets"]["sets"]) == [
-            "code"
-        ]
-    again = load_config(path, remembered=(*both, f"--set {null}"), eval_dataset_dirs=["law=new"], check_paths=False)
+    config = load_config(path, [null], remembered=both, check_paths=False)
+    assert list(config.eval_sources) == ["primary", "code"] and list(config.to_json()["evalsets"]["sets"]) == ["code"]
+    later = load_config(path, remembered=config.command_line, check_paths=False)
+    assert later.to_json() == config.to_json()
+    again = load_config(path, remembered=config.command_line, eval_dataset_dirs=["law=new"], check_paths=False)
     assert again.eval_sources["law"].path == "new"
-    with pytest.raises(InputError, match="evalsets.primary: got null, expected a mapping"):
-        load_config(path, ["evalsets.primary=null"], check_paths=False)
+    for wrong in ("evalsets.primary=null", "evalsets.sets.lwa=null"):
+        with pytest.raises(InputError, match=f"{wrong.partition('=')[0]}: got null, expected a mapping"):
+            load_config(path, [wrong], remembered=both, check_paths=False)
+    in_file = FILE.replace("evalsets: {", "evalsets: {sets: {law: }, ")
+    path.write_text(in_file)
+    with pytest.raises(InputError, match="evalsets.sets.law: got null"):
+        load_config(path, check_paths=False)

@@ -4,8 +4,9 @@ An answer is the content of an assistant turn and the text that closes the turn 
 both. The text that introduces the turn, and every other turn, is part of the prompt.
 """
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
@@ -66,6 +67,7 @@ class ChatConfig:
 
 
 CHATML = ChatConfig()
+NO_SPECIAL = "[]"  # of `Template.to_json`, where no special token that the template spells was written
 CHATML_TURN = "<|im_start|>"  # however a template of ChatML is written, it has this
 
 
@@ -78,10 +80,12 @@ class Template:
 
     @staticmethod
     def of(chat: ChatConfig, special_tokens: Iterable[str]) -> "Template":
-        own = "\n".join(text for role in chat.roles for text in chat.around(role))
-        return Template(
-            chat, tuple(sorted((name for name in special_tokens if name and name in own), key=len, reverse=True))
-        )
+        texts = [text for role in chat.roles for text in chat.around(role)]
+        names = [name for name in special_tokens if name and any(name in text for text in texts)]
+        template = Template(chat, tuple(sorted(names, key=len, reverse=True)))
+        stretches = [s for role in chat.roles for part in template.around(role) for s in part]
+        spelled = {stretch.text for stretch in stretches if stretch.special}  # not only within a longer one
+        return Template(chat, tuple(name for name in template.special if name in spelled))
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
@@ -95,8 +99,13 @@ class Template:
         )
 
     def to_json(self) -> dict[str, str | None]:
-        """What a store remembers of how its conversations were rendered."""
-        return asdict(self.chat) | ({"special_tokens": " ".join(self.special)} if self.special else {})
+        """All of it, as a store and the lineage of a run remember how conversations were rendered."""
+        return asdict(self.chat) | ({"special_tokens": json.dumps(self.special)} if self.special else {})
+
+    @staticmethod
+    def from_json(saved: Mapping[str, str | None]) -> "Template":
+        chat = {role: turn for role, turn in saved.items() if role != "special_tokens"}
+        return Template(ChatConfig(**chat), tuple(json.loads(saved.get("special_tokens") or "[]")))
 
 
 AS_TEXT = Template(CHATML)  # none of it is a special token

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from curriculum.config import Config
-from curriculum.data.chat import Template
+from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.prepared import is_prepared
@@ -42,9 +43,18 @@ def place_of(evalset: str) -> str:
     return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
 
 
-def _check_template(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise InputError if the special tokens that the chat section spells cannot be told apart, or from white space."""
-    if all(source.format == "text" for source in (*config.sources.values(), *own_sources(config).values())):
+def check_edges(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store] | None = None) -> None:
+    """Raise InputError if special tokens within conversations of the sources would be taken for edges of documents.
+
+    Or if one that the template spells would drop what stands beside it. Before there are stores, of sources of format
+    messages; with them, of all whose template was used.
+    """
+    if stores is None:
+        used = any(source.format == "messages" for source in config.sources.values())
+    else:
+        marks = ((store.facts.chat or {}).get("special_tokens") for store in stores.values())
+        used = any(mark not in (None, NO_SPECIAL) for mark in marks)
+    if not used:
         return
     template, problems = Template.of(config.chat, tokenizer.special_tokens), []
     added = [] if tokenizer.hf is None else tokenizer.hf.parsed.definition["added_tokens"]
@@ -62,7 +72,7 @@ def _check_template(config: Config, tokenizer: Tokenizer) -> None:
             problems.append(("packing.document_mask", f"in mode stream {why}; use mode best_fit"))
         if packing.mask_boundary_loss:
             problems.append(("packing.mask_boundary_loss", f"{why}; leave it out"))
-        if not packing.train_on_eos:
+        if not packing.train_on_eos and tokenizer.special_tokens[name] == tokenizer.eot:
             problems.append(("packing.train_on_eos", f"false {why}; leave it out"))
     if problems:
         raise config.error(problems)
@@ -74,7 +84,6 @@ def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) 
     Prepared folders are opened first, and eval sets come before sources, which take the longest: their errors are
     reported before the sources are read.
     """
-    _check_template(config, tokenizer)
     texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
     in_turn = sorted(texts, key=lambda name: not is_prepared(texts[name]))
     made = {name: prepare_store(name, texts[name], tokenizer, store_dir, chat=config.chat) for name in in_turn}
@@ -84,8 +93,6 @@ def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) 
 
 def find_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:
     """What `prepare_stores` would give, without the stores that are not built yet."""
-
-    _check_template(config, tokenizer)
 
     def find(name: str, source: SourceConfig) -> Store | None:
         return None if source.is_missing else find_store(name, source, tokenizer, store_dir, config.chat)

@@ -14,6 +14,7 @@ from curriculum.config import Config
 from curriculum.data.chat import CHATML, CHATML_TURN
 from curriculum.data.config_stores import (
     Stores,
+    check_edges,
     divided_document,
     drop_evals,
     find_stores,
@@ -80,7 +81,9 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     if config.model is not None:
         resolve_model(config.model, tokenizer.vocab_size)
+    check_edges(config, tokenizer)
     stores = prepare_stores(config, tokenizer, store_dir)
+    check_edges(config, tokenizer, stores.sources)
     kept, dropped = drop_evals(config, tokenizer, stores)
     evalsets = {name: _evalset(config, name, tokenizer, stores) for name in config.eval_sources}
     streams, details = {}, {}
@@ -207,7 +210,11 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
     `tokenizer` replaces the config's.
     """
     tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
-    stores = find_stores(config, tokenizer, store_dir) if tokenizer else Stores({}, {}, {}, {})
+    stores = Stores({}, {}, {}, {})
+    if tokenizer is not None:
+        check_edges(config, tokenizer)
+        stores = find_stores(config, tokenizer, store_dir)
+        check_edges(config, tokenizer, stores.sources)
     kept, dropped = drop_evals(config, tokenizer, stores)
     details = {}
     for name, store in stores.sources.items():

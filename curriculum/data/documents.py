@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from curriculum.data.chat import Template
+from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
@@ -70,6 +70,7 @@ def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, pro
     """
     pieces, template, origin, total_bytes = documents
     done_bytes = document_tokens = 0
+    spells = False
     with closing(StoreWriter(directory, tokenizer.dtype_name, marks_scored=template is not None)) as writer:
         writer.opened = tokenizer.has_own_bos
         for group, tokens, counts in encode_pieces(pieces, tokenizer):
@@ -85,6 +86,7 @@ def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, pro
                     writer.num_empty += 1
                     continue
                 document_tokens += count
+                spells |= piece.special
                 writer.add_text(piece.text.encode(), piece.scored)
                 if piece.ends_document:
                     writer.end_document(document_tokens)
@@ -93,7 +95,10 @@ def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, pro
                 progress(done_bytes, total_bytes)
         if progress is not None and done_bytes != total_bytes:
             progress(done_bytes, done_bytes)
-        writer.finish(origin, tokenizer, None if template is None else template.to_json())
+        rendered_by = None if template is None else template.to_json()
+        if rendered_by and template.special and not spells:  # prompts and completions that are texts have no turns
+            rendered_by["special_tokens"] = NO_SPECIAL
+        writer.finish(origin, tokenizer, rendered_by)
 
 
 def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:

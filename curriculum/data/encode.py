@@ -25,14 +25,15 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
     End-of-text follows the last piece of a document; bos precedes the first if it is not end-of-text. Both count as
     tokens of their pieces. An empty document has no tokens.
 
-    A special piece is the token that it names. Cutting a text into pieces does not change its ids. If a token of the
-    vocabulary could span a cut, all consecutive pieces of a document that are scored alike are joined, and encoded and
-    held as one.
+    A special piece is the token that it names; bos is not written twice where a template spells it first. Cutting a
+    text into pieces does not change its ids. If a token of the vocabulary could span a cut, all consecutive pieces of a
+    document that are scored alike are joined, and encoded and held as one.
 
     Memory: at most 2 x NUM_THREADS + 1 groups, each about GROUP_BYTES of text and its tokens (more only if one piece is
     longer), and for byte pairs one encoding per thread, 10 MB with 50,000 ids. Raises InputError naming the place of
     text that cannot be represented.
     """
+    pieces = _opened_once(pieces, tokenizer)
     if _crosses_words(tokenizer):
         pieces = _joined(pieces)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -46,6 +47,15 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
         while waiting:
             done, encoded = waiting.popleft()
             yield done, *encoded.result()
+
+
+def _opened_once(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Piece]:
+    """The pieces without a bos that a template spells at the beginning of a document, where it is written anyway."""
+    opens = True
+    for piece in pieces:
+        if not (opens and _spells_bos(piece, tokenizer)):
+            yield piece
+        opens = piece.ends_document
 
 
 def _crosses_words(tokenizer: Tokenizer) -> bool:
@@ -112,8 +122,13 @@ def _encode_group(group: list[Piece], before: list[Piece | None], tokenizer: Tok
 
 def encode_beginning(stretches: list[Stretch], tokenizer: Tokenizer) -> np.ndarray:
     """The ids of the beginning of a document, without bos. Raises InputError for text that has none."""
-    after = zip([True, *(tokenizer.puts_prefix_after(s.text, s.special) for s in stretches)], stretches, strict=False)
-    return np.concatenate(_encode(stretches, [prefixed for prefixed, _ in after], tokenizer))
+    stretches = stretches[1:] if stretches and _spells_bos(stretches[0], tokenizer) else stretches
+    prefixed = [True, *(tokenizer.puts_prefix_after(stretch.text, stretch.special) for stretch in stretches[:-1])]
+    return np.concatenate([np.empty(0, tokenizer.dtype), *_encode(stretches, prefixed, tokenizer)])
+
+
+def _spells_bos(piece: Piece | Stretch, tokenizer: Tokenizer) -> bool:
+    return piece.special and tokenizer.special_tokens[piece.text] == tokenizer.bos
 
 
 def _encode(

@@ -43,13 +43,14 @@ def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: C
         )
     saved = store.facts.chat or {}  # empty if the folder holds text
     template = Template.of(chat, tokenizer.special_tokens).to_json()
+    special = template.pop("special_tokens", None)
     for role, turn in template.items():
         if saved.get(role, turn) != turn:
             raise InputError(
                 f"source {name!r}: chat.{role} is {turn!r}, but {source.path} was prepared with {saved[role]!r}; "
                 f"set chat.{role} to that, or prepare it again"
             )
-    if saved and saved.get("special_tokens") != (special := template.get("special_tokens")):
+    if special is not None and source.format == "messages" and "special_tokens" not in saved:
         raise InputError(
             f"source {name!r}: {special} of the chat section stand for special tokens, but {source.path} was prepared "
             "with their names as ordinary text; prepare it again"

@@ -16,12 +16,14 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 class Prompt:
     """The beginning of a text: `ids`, int32, from the one that opens a document on, and `text`, what they stand for.
 
-    `ends`: the ids besides end-of-text that end its continuation.
+    `ends`: the ids besides end-of-text that end its continuation. `prefixed`: whether the tokenizer puts its prefix
+    before what follows.
     """
 
     text: str
     ids: np.ndarray
     ends: tuple[int, ...] = ()
+    prefixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Continuation:
         self._ids.append(id_)
         if id_ == tokenizer.eot or id_ in self.prompt.ends:
             return self._end("stop")
-        opens_document = len(self.prompt.ids) + len(self._ids) == 2  # the first id after the one that opens a document
-        for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]), opens_document)):
+        has_prefix = len(self._ids) == 1 and (self.prompt.prefixed or len(self.prompt.ids) == 1)
+        for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]), has_prefix)):
             self._text += character
             # The stop string that is complete first ends the text, the longest of several, however tokens cut it.
             if found := [stop for stop in self.stop if self._text.endswith(stop)]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from curriculum.data.chat import ChatConfig, Stretch, Template, render_question
+from curriculum.data.chat import Stretch, Template, render_question
 from curriculum.data.encode import encode_beginning
 from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -73,10 +73,11 @@ class Generator:
         self._decode = jax.jit(self._trace_decode, donate_argnums=1, out_shardings=whole)
         self._whole, self._compiled = whole, {}  # what `compile` made, by function and shape
 
-    def prompt(self, text: str, chat: ChatConfig | None = None) -> Prompt:
-        """The prompt of a text, all of it ordinary; with `chat` of what a user says, up to where an answer begins.
+    def prompt(self, text: str, template: Template | None = None) -> Prompt:
+        """The prompt of a text, all of it ordinary; with `template` of what a user says, up to where an answer begins.
 
-        Its continuation ends where texts of the model do, with `chat` also at the special token that closes an answer.
+        Its continuation ends where texts of the model do, and at the special token with which `template` closes an
+        answer.
         Raises InputError if the tokenizer cannot represent the text.
         """
         try:
@@ -84,12 +85,14 @@ class Generator:
         except UnicodeEncodeError as error:
             raise InputError(f"got {text[:60]!r}, expected text that UTF-8 can encode: {error.reason}") from None
         tokenizer, stretches, ends = self.tokenizer, [Stretch(text, False)], self.tokenizer.stops
-        if chat is not None:
-            stretches = render_question(text, Template.of(chat, tokenizer.special_tokens))
-            _, closing = ends_answer(chat, tokenizer)
+        if template is not None:
+            stretches = render_question(text, template)
+            _, closing = ends_answer(template, tokenizer)
             ends = ends if closing is None else (*ends, closing)
         ids = np.concatenate([[tokenizer.bos], encode_beginning(stretches, tokenizer)])
-        return Prompt("".join(stretch.text for stretch in stretches), ids.astype(np.int32), ends)
+        last = stretches[-1] if stretches else Stretch("", False)
+        prefixed = last.special and tokenizer.puts_prefix_after(last.text, special=True)
+        return Prompt("".join(stretch.text for stretch in stretches), ids.astype(np.int32), ends, prefixed)
 
     def check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Raise InputError that lists all that is wrong with the settings, and every prompt that is too long."""

@@ -11,6 +11,7 @@ from curriculum.errors import InputError, check_several
 from curriculum.parsing.yaml12 import WHENCE, Origin, entry_names, read_override
 from phases.checks import EXPECTED_NAME, NAME
 
+_NO_EVAL_SET = re.compile(r"\s*evalsets\.sets\.([A-Za-z0-9_-]+)\s*=\s*(?:null|~)?\s*")  # an override that drops it
 _OF_A_NAMED_PHASE = re.compile(r"\s*phases\.(?!\d+[.\[=\s])([A-Za-z0-9_-]+)[.\[=\s]")  # an override of it
 _OF_VARIABLES = re.compile(r"--set\s+variables\b")
 
@@ -47,6 +48,14 @@ def apply_options(
         option = _as_text((flag, value))
         if option in origin.remembered and flag == "--set" and _is_gone(value, data, origin):
             origin.dropped.append(option)
+        elif flag == "--set" and (null := _NO_EVAL_SET.fullmatch(value)):
+            evalsets = data.get("evalsets")
+            sets = evalsets.get("sets") if isinstance(evalsets, dict) else None
+            there = isinstance(sets, dict) and null[1] in sets
+            if there or option not in origin.remembered:
+                read_override(data, origin, value)  # which is refused if there is no such set
+            if there:
+                del data["evalsets"]["sets"][null[1]]
         elif flag == "--set":
             read_override(data, origin, value)
         elif flag in ("--init-from", "--keep-optimizer"):

@@ -9,12 +9,12 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
 from curriculum.errors import InputError, no_such_path, shown
 from curriculum.find_checkpoint import architecture_at, find_checkpoint, read_ledger, undamaged
@@ -94,12 +94,12 @@ class Base:
             "step": self.step,
             "mixture": self._mixture,
             "keep_optimizer": keep_optimizer,
-            **({} if self.chat is None else {"chat": asdict(self.chat)}),
+            **({} if self.chat is None else {"chat": self.chat.to_json()}),
             "lineage": self.ledger["lineage"],
         }
 
     @property
-    def chat(self) -> ChatConfig | None:
+    def chat(self) -> Template | None:
         """`chat_of` the checkpoint."""
         return chat_of(self.config, self.ledger, self.step)
 
@@ -131,17 +131,18 @@ class HfBase:
         }
 
 
-def chat_of(resolved: Mapping[str, Any], ledger: Mapping[str, Any], step: int) -> ChatConfig | None:
+def chat_of(resolved: Mapping[str, Any], ledger: Mapping[str, Any], step: int) -> Template | None:
     """The template of the conversations that a run's parameters after `step` updates were trained on; None: of none.
 
     If the run itself read none, that of those that the runs read from which it began. A source of format completion
-    does not count: nothing tells whether its rows are conversations.
+    does not count: nothing tells whether its rows are conversations. The ledger of older code says nothing of special
+    tokens: whatever its template spelled was text.
     """
     read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
     if any(resolved["sources"].get(name, {}).get("format") == "messages" for name in read):
-        return ChatConfig(**resolved["chat"])
+        return Template(ChatConfig(**resolved["chat"]), tuple(ledger.get("chat_special_tokens", ())))
     inherited = (ledger["lineage"] or {}).get("chat")
-    return None if inherited is None else ChatConfig(**inherited)
+    return None if inherited is None else Template.from_json(inherited)
 
 
 def find_base(init_from: str | os.PathLike, part: str | tuple[str, ...] = "ledger/") -> Base | HfBase:

@@ -33,13 +33,15 @@ class Heritage:
     is_hf: bool = False
 
     def under(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of a config with what it leaves out filled in: whole sections, and single fields of `model`.
+        """The data of a config with what it leaves out filled in: whole sections, fields of `model`, roles of `chat`.
 
         A `model` with a preset is complete and inherits nothing.
         """
         merged, model, its = self.sections | data, data.get("model"), self.sections["model"]
         if isinstance(model, dict) and its is not None and model.get("preset") is None:
             merged["model"] = its | model
+        if isinstance(data.get("chat"), dict):
+            merged["chat"] = self.sections.get("chat", {}) | data["chat"]
         return merged
 
     def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
@@ -101,7 +103,7 @@ def heritage(init_from: str, own: RunDirectory | None) -> Heritage:
         model = model | {"rope_theta": architecture["rope_theta"]}
     sections = {"model": model, "tokenizer": asdict(TokenizerConfig(kind, path=path))}
     if base.chat is not None:
-        sections["chat"] = asdict(base.chat)
+        sections["chat"] = asdict(base.chat.chat)
     return _heritage_of(base.directory, sections, architecture)
 
 

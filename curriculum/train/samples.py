@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curriculum.config import Config
+from curriculum.data.chat import Template
 from curriculum.data.tokenizers.chat_template import ends_answer
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
@@ -38,7 +39,7 @@ class Samples:
             except InputError as error:
                 problems += [(f"logging.generate.prompts[{i}]", problem) for problem in error.problems]
         if section.evalset is not None:
-            _, closing = ends_answer(config.chat, tokenizer)
+            _, closing = ends_answer(Template.of(config.chat, tokenizer.special_tokens), tokenizer)
             ends = (*tokenizer.stops, *(() if closing is None else (closing,)))
             found = beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer, ends)
             if not found:

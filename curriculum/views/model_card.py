@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from curriculum.data.chat import ChatConfig, Template, render_question
+from curriculum.data.chat import Template, render_question
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.gguf import fields_for_transformers
 from curriculum.model.presets import ModelConfig
@@ -50,7 +50,7 @@ class Exported:
     tokens_drawn: Mapping[str, int] | None = None
     opens_with: str | None = None  # the token that preceded each document in evals
     merged: bool = False
-    chat: ChatConfig | None = None  # the format of the conversations that it was trained on
+    template: Template | None = None  # of the conversations that it was trained on
     template_opens: bool = False  # whether the chat template begins with `opens_with`
 
 
@@ -146,7 +146,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
     before = [f"In this folder, with {library}:"]
     where, more = '"."', ""
     if kind == "gguf":
-        prompt = "-p 'Once'" if exported.chat is None else "--jinja -cnv"
+        prompt = "-p 'Once'" if exported.template is None else "--jinja -cnv"
         run_it = fenced("", f"llama-cli -m model.gguf {prompt}")
         fields = fields_for_transformers(exported.config)
         if fields is None:
@@ -168,8 +168,8 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
     ]
     after = ["The prompt begins with the token that preceded every document of the evals."]
-    if exported.chat is not None:
-        after += _conversation(exported.chat)
+    if exported.template is not None:
+        after += _conversation(exported.template)
     if kind == "peft":
         after.append(
             "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
@@ -195,7 +195,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
 
 def _prompt(exported: Exported) -> list[str]:
     """The lines of Python that define `ids`."""
-    if exported.chat is None:
+    if exported.template is None:
         text = 'text = tokenizer.encode("Once upon a time", add_special_tokens=False)'
     else:
         text = "text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
@@ -204,15 +204,15 @@ def _prompt(exported: Exported) -> list[str]:
     return [text, f"ids = torch.tensor([{ids}])"]
 
 
-def _conversation(chat: ChatConfig) -> list[str]:
+def _conversation(template: Template) -> list[str]:
     """What the template writes, and where the model's answer ends."""
-    question = "".join(stretch.text for stretch in render_question(_QUESTION, Template(chat)))
-    _, after = chat.around("assistant")
+    question = "".join(stretch.text for stretch in render_question(_QUESTION, template))
+    _, after = template.chat.around("assistant")
     ends = f" An answer ends before `{json.dumps(after, ensure_ascii=False)}`." if after else ""
     return [
         "It was trained on conversations. The chat template writes one like this, up to where an answer begins:",
         fenced("", question),
-        f"Its roles are {', '.join(chat.roles)}.{ends}",
+        f"Its roles are {', '.join(template.chat.roles)}.{ends}",
     ]
 
 

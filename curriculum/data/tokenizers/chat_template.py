@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from curriculum.data.chat import ChatConfig, Template
+from curriculum.data.chat import Template
 from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME
 
 if TYPE_CHECKING:
@@ -20,31 +20,36 @@ def opens_document(tokenizer: Tokenizer) -> bool:
     return not tokenizer.prefix
 
 
-def ends_answer(chat: ChatConfig, tokenizer: Tokenizer) -> tuple[str, int | None]:
-    """What closes an answer first, white space before it apart: a text, or the id of a special token.
+def ends_answer(template: Template, tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """(text, id) that close an answer: what comes first of the text, and the first special token, or None.
 
-    The text is "" if only end-of-text does.
+    The text has no white space around it unless there is nothing else; it is "" if the special token comes first, or if
+    only end-of-text closes an answer.
     """
-    _, close = Template.of(chat, tokenizer.special_tokens).around("assistant")
-    for part in close:
-        if part.special:
-            return "", tokenizer.special_tokens[part.text]
-        if part.text.strip():
-            return part.text.strip(), None
-    return "".join(part.text for part in close), None
+    _, close = template.around("assistant")
+    token = next((tokenizer.special_tokens[part.text] for part in close if part.special), None)
+    text = close[0].text if close and not close[0].special else ""
+    return text.strip() or (text if token is None else ""), token
 
 
-def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
+def chat_template(template: Template, tokenizer: Tokenizer) -> str:
     """A Jinja template with the text of `render`; with add_generation_prompt it also introduces an answer.
 
-    If `opens_document`, the bos token comes first. A role that `chat` lacks is an error.
+    If `opens_document`, the bos token comes first, and no second one if the chat section spells it too. A role that the
+    section lacks is an error.
     """
+    chat = template.chat
+    opening = next(name for name, token in tokenizer.special_tokens.items() if token == tokenizer.bos)
     lines = ["{{- bos_token }}"] if opens_document(tokenizer) else []
     lines.append("{%- for message in messages %}")
     for number, role in enumerate(chat.roles):
-        introduction, close = map(_quoted, chat.around(role))
+        introduction, close = chat.around(role)
+        written = f"{_quoted(introduction)} + message['content'] + {_quoted(close)}"
+        if opening in template.special and introduction.startswith(opening):
+            rest = f"{_quoted(introduction.removeprefix(opening))} + message['content'] + {_quoted(close)}"
+            written = f"('' if loop.first else {_quoted(opening)}) + {rest}"
         lines.append(f"{{%- {'elif' if number else 'if'} message['role'] == '{role}' %}}")
-        lines.append(f"{{{{- {introduction} + message['content'] + {close} }}}}")
+        lines.append(f"{{{{- {written} }}}}")
     expected = _quoted(f"expected messages of role {', '.join(chat.roles)}")
     lines += ["{%- else %}", f"{{{{- raise_exception({expected}) }}}}"]
     lines += ["{%- endif %}", "{%- endfor %}"]

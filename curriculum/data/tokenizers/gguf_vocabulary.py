@@ -14,7 +14,7 @@ from curriculum.data.tokenizers.hf_writer import hf_definition
 from curriculum.errors import InputError
 
 if TYPE_CHECKING:
-    from curriculum.data.chat import ChatConfig
+    from curriculum.data.chat import Template
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _REST
 _NEVER_MERGED = "\u00ff \u00fe"
 
 
-def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None = None) -> dict[str, Any]:
+def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, template: Template | None = None) -> dict[str, Any]:
     """The tokenizer in llama.cpp's form, with `num_rows` tokens; those after its own are unused.
 
     By the name of the method of GGUFWriter that adds it, without `add_`; in the order of the file. The model is gpt2
@@ -48,7 +48,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
     llama.cpp then gives the tokenizer's ids, with two exceptions. It does not normalise to NFC: if the tokenizer does,
     the ids are the same only for text that is in NFC already. And if the tokenizer puts a space before a text,
     llama.cpp also puts one before a text that begins with a space. Tokenizers made here open a text with end-of-text
-    (`add_bos`), as `curriculum generate` does; those of kind hf do as their files say. `chat`, the format of
+    (`add_bos`), as `curriculum generate` does; those of kind hf do as their files say. `template`, that of
     conversations in training, replaces a template that the tokenizer came with. Raises InputError that lists what
     llama.cpp does not support.
     """
@@ -74,8 +74,8 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
         by_rank = {"token_types": types, "token_merges": merges or [_NEVER_MERGED]}
     else:
         by_rank = {"token_scores": _scores(tokens, merges), "token_types": types}
-    template = own_template(tokenizer) if chat is None else chat_template(chat, tokenizer)
-    closing = None if chat is None else ends_answer(chat, tokenizer)[1]
+    jinja = own_template(tokenizer) if template is None else chat_template(template, tokenizer)
+    closing = None if template is None else ends_answer(template, tokenizer)[1]
     return {
         "tokenizer_model": "gpt2" if parsed.is_byte_level else "llama",
         "tokenizer_pre": pre,
@@ -88,7 +88,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
         "add_bos_token": _adds_bos(tokenizer),
         "add_eos_token": False,
         "add_space_prefix": bool(tokenizer.prefix),
-        **({} if template is None else {"chat_template": template}),
+        **({} if jinja is None else {"chat_template": jinja}),
     }
 
 

@@ -100,9 +100,10 @@ def read_hf_files(folder: str | Path) -> HfFiles:
         )
     bos = _named_id(folder, "bos", parsed.vocabulary, (config, named), () if config else ids)
     ends = [source.get("eos_token_id") for source in ids]
-    listed = dict.fromkeys(token for tokens in ends if isinstance(tokens, list) for token in tokens)
+    listed = [token for tokens in ends for token in (tokens if isinstance(tokens, list) else [tokens])]
     known = set(parsed.vocabulary.values()) - {eot}
-    return HfFiles(files, parsed, eot, bos, tuple(token for token in listed if token in known))
+    stops = dict.fromkeys(token for token in listed if type(token) is int and token in known)
+    return HfFiles(files, parsed, eot, bos, tuple(stops))
 
 
 def load_hf_files(folder: Path, eot: int, bos: int | None, stops: Sequence[int]) -> HfFiles:

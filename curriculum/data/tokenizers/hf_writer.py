@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.tokenizers.chat_template import chat_template, opens_document
 from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, byte_level_letters
 from curriculum.data.tokenizers.hf_files import CONFIG_NAME, MAP_NAME, TEMPLATE_NAME, save_hf_files
 
 if TYPE_CHECKING:
+    from curriculum.data.chat import Template
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 # Classes that transformers 5 builds from the vocabulary alone: unlike DEFINITION_NAME, they put no space before a text
@@ -29,7 +29,7 @@ def write_hf_tokenizer(
     folder: str | Path,
     *,
     model_max_length: int | None = None,
-    chat: ChatConfig | None = None,
+    template: Template | None = None,
 ) -> None:
     """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` must exist.
 
@@ -40,7 +40,7 @@ def write_hf_tokenizer(
     text are. Only two things change: missing names of eos_token and bos_token are added, and a missing tokenizer_class
     or Llama's own becomes PreTrainedTokenizerFast, which uses DEFINITION_NAME as it stands.
 
-    `chat`, the format of conversations in training, becomes the chat template and replaces one that the tokenizer came
+    `template`, that of conversations in training, becomes the chat template and replaces one that the tokenizer came
     with. If the template names special tokens, bos_token included, they are special in all text; otherwise they are
     ordinary text.
     """
@@ -60,11 +60,10 @@ def write_hf_tokenizer(
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "split_special_tokens": True}
         config |= {"clean_up_tokenization_spaces": False, "add_prefix_space": False}
         special = roles
-    if chat is not None:
+    if template is not None:
         (folder / TEMPLATE_NAME).unlink(missing_ok=True)
-        config |= {"chat_template": chat_template(chat, tokenizer)}
-        names_tokens = opens_document(tokenizer) or bool(Template.of(chat, tokenizer.special_tokens).special)
-        config |= {"split_special_tokens": not names_tokens}
+        config |= {"chat_template": chat_template(template, tokenizer)}
+        config |= {"split_special_tokens": not (opens_document(tokenizer) or template.special)}
     if model_max_length is not None:
         config["model_max_length"] = model_max_length
     write_json(folder / CONFIG_NAME, config)

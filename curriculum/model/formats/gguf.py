@@ -18,7 +18,7 @@ from curriculum.model.rope import unscaled_share
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from curriculum.data.chat import ChatConfig
+    from curriculum.data.chat import Template
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 Dtype = Literal["f32", "f16", "bf16", "q8_0"]
@@ -70,15 +70,15 @@ def write_gguf(
     *,
     dtype: Dtype,
     name: str,
-    chat: ChatConfig | None = None,
+    template: Template | None = None,
     metadata: Mapping[str, str | bool | int | float] | None = None,
 ) -> tuple[str, ...]:
     """Write one file; return the names of the matrices stored as f16 because q8_0 does not fit their rows.
 
     `arrays` are the float32 parameters by our dotted names, read one after the other. `dtype` is that of the matrices;
     norms, biases and learned positions are f32. With q8_0, a matrix whose row length is not a multiple of 32 is f16.
-    Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `chat` is as in `gguf_vocabulary`.
-    `metadata`: further keys by their full names, such as general.license.
+    Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `template` is as in
+    `gguf_vocabulary`. `metadata`: further keys by their full names, such as general.license.
 
     Raises InputError that lists the fields that no architecture of llama.cpp combines, for a tokenizer that llama.cpp
     does not support (`gguf_vocabulary`), and for a value too large for the dtype; OSError if the file cannot be
@@ -88,7 +88,7 @@ def write_gguf(
 
     architecture = gguf_architecture(config)
     num_rows = config.num_ids or config.vocab_size
-    vocabulary = gguf_vocabulary(tokenizer, num_rows, chat)
+    vocabulary = gguf_vocabulary(tokenizer, num_rows, template)
     tensors = list(_layout(architecture, arrays, num_rows))
 
     writer = gguf.GGUFWriter(path, architecture)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config
-from curriculum.data.chat import ROLES
+from curriculum.data.chat import ROLES, Template
 from curriculum.data.config_stores import place_of
 from curriculum.data.split import parse_share
 from curriculum.errors import shown
@@ -69,6 +69,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
+        "chat_special_tokens": list(Template.of(setup.config.chat, setup.corpus.tokenizer.special_tokens).special),
         "block_tokens": setup.config.longest_seq_len,  # the size of the blocks in which its sources are read
         **scheduled(setup),
         "branched_from": course.branched_from,
