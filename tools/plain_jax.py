@@ -1,10 +1,8 @@
 """GPT-2's update in plain jax, without curriculum's modules, written for speed: the baseline for curriculum's update.
 
-    python tools/plain_jax.py FILE --steps 2000        trains on the file's bytes, at the size of nanoGPT's CPU run
-
-Made for speed on a CPU: tokens are the rows of one matrix; query, key and value are one product; attention is two
-batched products for each block of queries, with the keys up to the block's end; norms have a hand-written backward
-pass; the state is donated and updated in one pass over each array; and glibc keeps freed memory. On an NVIDIA GPU with
+For `tools/bench_step.py`. Made for speed on a CPU: tokens are the rows of one matrix; query, key and value are one
+product; attention is two batched products for each block of queries, with the keys up to the block's end; norms have a
+hand-written backward pass; the state is donated and updated in one pass over each array. On an NVIDIA GPU with
 bfloat16, attention is cuDNN's.
 
 Shape suffixes: B rows, T positions, t those of a block, S those up to its end, M = B*T, D width, H heads, K head width,
@@ -13,11 +11,6 @@ P = B*H, V vocabulary.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import platform
-import time
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -28,16 +21,6 @@ class Size(NamedTuple):
     num_heads: int
     width: int
     vocab_size: int
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep what is freed; call before jax starts. Does nothing with another C library.
-
-    Otherwise XLA's temporaries go back to the kernel after every update.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        for option, number in ((-4, 0), (-1, 2**31 - 1), (-2, 64 << 20), (-8, 1)):
-            ctypes.CDLL(None).mallopt(option, number)
 
 
 def make_program(size: Size, dtype: str = "float32", *, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, clip=1.0):
@@ -131,30 +114,3 @@ def make_program(size: Size, dtype: str = "float32", *, b1=0.9, b2=0.95, eps=1e-
     params = {"embed": normal(V, D), "positions": normal(T, D), "blocks": blocks, "norm": ones()}
     zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
     return jax.jit(step, donate_argnums=0), (params, *zeros, jnp.float32(0))
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--steps", type=int, default=2000)
-    args = parser.parse_args(argv)
-    keep_freed_memory()
-    import numpy as np
-
-    corpus = np.frombuffer(args.file.read_bytes(), np.uint8).astype(np.int32)
-    size = Size(num_rows=12, num_positions=64, num_layers=4, num_heads=4, width=128, vocab_size=256)
-    step, state = make_program(size)
-    random, started, losses = np.random.default_rng(0), time.perf_counter(), []
-    for done in range(1, args.steps + 1):
-        starts_B1 = random.integers(0, len(corpus) - size.num_positions, (size.num_rows, 1))
-        rows = corpus[starts_B1 + np.arange(size.num_positions + 1)]
-        lr = 1e-3 * min(done / 100, max(0.1, 1 - done / args.steps))
-        state, loss = step(state, rows[:, :-1], rows[:, 1:], np.float32(lr))
-        losses.append(loss)
-        if done % 100 == 0 or done == args.steps:
-            mean, losses = float(np.mean(losses)), []
-            print(f"step {done}  loss {mean:.4f}  {time.perf_counter() - started:.1f} s")
-
-
-if __name__ == "__main__":
-    main()
