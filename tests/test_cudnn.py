@@ -66,7 +66,7 @@ def main(file):
     jax.config.update("jax_num_cpu_devices", 8)
     meshes = {sizes: make_mesh(MeshConfig(*sizes)) for sizes in MESHES}
     told = {"differ": {f"{s} {masked}": most_apart(meshes[s], masked) for s in MESHES for masked in (False, True)}}
-    with as_on_a_gpu(None), mock.patch.object(cudnn, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91000)):
+    with as_on_a_gpu(), mock.patch.object(cudnn, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91000)):
         told |= {f"{s} {apart}": lowered_gradient(meshes[s], apart=apart) for s in MESHES for apart in (False, True)}
         told["odd"] = lowered_gradient(meshes[1, 1, 1], seq_len=T - 1)
     file.write_text(json.dumps(told))

@@ -11,8 +11,8 @@
                     its times are those of its record (`step_time_s`, without evals and saves); the first row is left
                     out
     step            the update of curriculum.train.step on a batch that is on the device already; after a colon there
-                    may follow fields of ModelConfig, skip=branch|select, qkv=joined|apart, loss_tokens=N, blocks=N
-                    (at most N blocks of queries in plain attention), and documents=N, so many a row, kept apart
+                    may follow fields of ModelConfig and of Formulation (curriculum/model/formulation.py), and blocks=N
+                    (at most N blocks of queries in plain attention)
     plain           tools/plain_jax.py, which has GPT-2's sizes only
     torch, torch_compile, hf, hf_compile, hf_trainer      tools/torch_update.py; the first two have GPT-2's sizes only
 
@@ -40,9 +40,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -332,7 +332,7 @@ def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float | No
     import numpy as np
 
     num_rows, num_positions, *_ = SIZES[size]
-    config = config_of(size, **fields_of(settings_of(variant)))
+    config, _ = chosen(size, variant, "float32", "other")
     tokens = num_rows * num_positions
     flops = model_flops(config, tokens, num_positions)
     ms, cpu_ms = np.array(worker.seconds) * 1e3, np.array(worker.cpu_seconds) * 1e3
@@ -354,15 +354,26 @@ def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float | No
     }
 
 
-def settings_of(variant: str) -> dict[str, str]:
-    return dict(part.split("=") for part in variant.partition(":")[2].split(",") if part)
+def chosen(size: str, variant: str, dtype: str, backend: str) -> list[Any]:
+    """The model of a size and the formulation of a backend, with the settings after the variant's colon."""
+    from curriculum.model.formulation import BY_BACKEND
+
+    settings = [setting for setting in variant.partition(":")[2].split(",") if setting and "blocks=" not in setting]
+    return applied(settings, config_of(size, compute_dtype=dtype), BY_BACKEND[backend])
 
 
-def fields_of(settings: dict[str, str]) -> dict[str, str | int]:
-    """Those of ModelConfig."""
-    others = ("skip", "qkv", "blocks", "loss_tokens", "documents")
-    known = {name: setting for name, setting in settings.items() if name not in others}
-    return {name: int(setting) if setting.isdigit() else setting for name, setting in known.items()}
+def applied(settings: Iterable[str], *to: Any) -> list[Any]:
+    """Dataclasses with settings FIELD=VALUE, each of the first that has such a field; exits if one is wrong."""
+    from curriculum.parsing.typed import read
+
+    given = (setting.partition("=") for setting in settings)
+    values = {name: int(value) if value.isdigit() else value for name, _, value in given}
+    own = [{field.name: values.pop(field.name) for field in fields(one) if field.name in values} for one in to]
+    problems = [(name, "no such setting") for name in values]
+    changed = [read(type(one), asdict(one) | of_one, "", problems) for one, of_one in zip(to, own, strict=True)]
+    if problems:
+        sys.exit("\n".join(f"{path.lstrip('.')}: {message}" for path, message in problems))
+    return changed
 
 
 def ratios(size: str, rows: list[dict]) -> list[dict]:
@@ -409,7 +420,7 @@ def work(variant: str, size: str, dtype: str, wait_every: int) -> None:
     elif name == "peak":
         run, about = matmul_run(dtype)
     else:
-        run, about = jax_run(name, size, dtype, settings_of(variant), wait_every)
+        run, about = jax_run(variant, size, dtype, wait_every)
     tell(about)
     for line in sys.stdin:
         if name != "peak":
@@ -468,49 +479,41 @@ class Program(NamedTuple):
     compile_seconds: float
 
 
-def jax_program(name: str, size: str, dtype: str, settings: dict[str, str]) -> Program:
-    """`plain`, or `step` with settings as after its colon; on random tokens."""
+def jax_program(variant: str, size: str, dtype: str) -> Program:
+    """`plain`, or `step` with the settings after its colon; on random tokens."""
     from curriculum.train.device import tune_device
 
     tune_device(deterministic=None)  # both programs have the trainer's malloc, and on a card its flags
     import jax
     import numpy as np
 
-    config = config_of(size, compute_dtype=dtype, **fields_of(settings))
+    from curriculum.model import formulation
+
+    backend = formulation.backend()
+    config, formulation.BY_BACKEND[backend] = chosen(size, variant, dtype, backend)
     num_rows, num_positions, *_ = SIZES[size]
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, num_rows, num_positions + 1), np.int32)
     lr = jax.numpy.float32(LEARNING_RATE)
-    if name == "plain":
+    if variant == "plain":
         import plain_jax
 
         step, state = plain_jax.make_program(plain_jax.Size(*SIZES[size]), dtype)
         inputs = (*jax.device_put((tokens[0, :, :-1], tokens[0, :, 1:])), lr)
         state_of = lambda out: out[0]  # noqa: E731
     else:
-        from curriculum.model import formulation
         from curriculum.model.transformer import init_params, transformer
         from curriculum.train.optimizer import OptimConfig, make_optimizer
         from curriculum.train.step import init_state, make_train_step
         from phases.batches import Batch
 
-        chosen = formulation.BY_BACKEND[formulation.backend()]
-        qkv, num_documents = settings.get("qkv", chosen.qkv), int(settings.get("documents", 1))
-        if qkv not in ("joined", "apart"):
-            raise SystemExit(f"{name}:qkv: got {qkv}, expected joined or apart")
-        loss_tokens, skip = int(settings.get("loss_tokens", chosen.loss_tokens)), settings.get("skip", chosen.skip)
-        chosen = replace(chosen, qkv=qkv, skip=skip, loss_tokens=loss_tokens)
-        formulation.BY_BACKEND[formulation.backend()] = chosen
-        formulation.MOST_BLOCKS = int(settings.get("blocks", formulation.MOST_BLOCKS))
+        if blocks := re.search(r"\bblocks=(\d+)", variant):
+            formulation.MOST_BLOCKS = int(blocks[1])
         optimizer = make_optimizer(OptimConfig())
-        masked = "documents" in settings
-        step = make_train_step(transformer(config), optimizer, 1, grad_clip=GRAD_CLIP, document_mask=masked)
-        step = jax.jit(step, donate_argnums=0)
+        step = jax.jit(make_train_step(transformer(config), optimizer, 1, grad_clip=GRAD_CLIP), donate_argnums=0)
         params = jax.tree.map(jax.numpy.asarray, init_params(config, seed=0))
         state = jax.device_put(init_state(params, optimizer, num_sources=1))
-        inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        document_T = np.arange(num_positions, dtype=np.int32) * num_documents // num_positions
-        documents = np.broadcast_to(document_T, inputs.shape)
-        batch = Batch(inputs, targets, np.ones(inputs.shape, bool), documents, np.zeros(tokens.shape[:2], np.int32))
+        inputs, targets, zeros_AB = tokens[..., :-1], tokens[..., 1:], np.zeros(tokens.shape[:2], np.int32)
+        batch = Batch(inputs, targets, np.ones(inputs.shape, bool), np.zeros_like(inputs), zeros_AB)
         inputs = (*jax.device_put((batch, lr)), jax.numpy.int32(0))
         state_of = lambda out: out  # noqa: E731
     started = time.perf_counter()
@@ -518,10 +521,10 @@ def jax_program(name: str, size: str, dtype: str, settings: dict[str, str]) -> P
     return Program(compiled, state, inputs, state_of, time.perf_counter() - started)
 
 
-def jax_run(name: str, size: str, dtype: str, settings: dict[str, str], wait_every: int):
+def jax_run(variant: str, size: str, dtype: str, wait_every: int):
     import jax
 
-    compiled, state, inputs, state_of, compile_seconds = jax_program(name, size, dtype, settings)
+    compiled, state, inputs, state_of, compile_seconds = jax_program(variant, size, dtype)
     num_parameters = sum(array.size for array in jax.tree.leaves(state[0]))
     about = {"num_parameters": num_parameters, "compile_seconds": compile_seconds}
     held = [state]

@@ -5,13 +5,13 @@
     python tools/check_gpu_program.py --preset llama-1b --mesh 1 8 1 --rows 32 --seq-len 2048 --remat dots --most 20
 
 The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, with a run's XLA flags for all
-cards, in the formulation for GPUs (curriculum/model/formulation.py; --attention, --layers and --loss-tokens choose
-others). The FLOPs and bytes of its program (tools/hlo_traffic.py) are set against the card's data sheet. `least_ms` is
-the time if every instruction takes no longer than its products or its memory traffic must, whichever is longer;
-`mfu_at_most` is the model FLOP utilisation in that time, by the FLOPs of tools/bench_step.py. Nothing is run, so
-launches, caches, and how near kernels come to these limits remain unknown; without a card the compiler picks kernels by
-rules instead of timing them. What the cards send to each other is reported separately (`sent_ms`), at the rate of
-NVLink: it may be hidden behind the rest.
+cards, in bfloat16 and the formulation for GPUs (curriculum/model/formulation.py; --set changes them). The FLOPs and
+bytes of its program (tools/hlo_traffic.py) are set against the card's data sheet. `least_ms` is the time if every
+instruction takes no longer than its products or its memory traffic must, whichever is longer; `mfu_at_most` is the
+model FLOP utilisation in that time, by the FLOPs of tools/bench_step.py. Nothing is run, so launches, caches, and how
+near kernels come to these limits remain unknown; without a card the compiler picks kernels by rules instead of timing
+them. What the cards send to each other is reported separately (`sent_ms`), at the rate of NVLink: it may be hidden
+behind the rest.
 """
 
 import argparse
@@ -22,27 +22,24 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 # The plugin would ask the driver for versions, and there is none. It reads these variables as it is loaded.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
 
 import jax
-import numpy as np
 from bench_step import model_flops
-from check_scaling import collectives, compiled_update
+from compiled_update import absent_parser, as_on, chosen, collectives, compiled_update, mesh_of
 from hlo_traffic import Cost, costs
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
-from results import json_parser, write_json
+from jax.sharding import Mesh
+from results import print_lines, write_json
 
-from curriculum.model import formulation, layers, loss, memory, modules, transformer
+from curriculum.model import memory
 from curriculum.model.counts import num_parameters
-from curriculum.model.presets import PRESETS, ModelConfig
-from curriculum.train import step
+from curriculum.model.formulation import BY_BACKEND, Formulation
+from curriculum.model.presets import ModelConfig
 from curriculum.train.device import GPU_FLAGS, missing_flags
-from curriculum.train.mesh import AXES
 
 
 @dataclass(frozen=True)
@@ -88,19 +85,14 @@ def cards_mesh(name: str, sizes: tuple[int, int, int]) -> Mesh:
         )
     except NotImplementedError:
         sys.exit(f"the compiler for NVIDIA cards is not installed: pip install 'jax[cuda13]=={jax.__version__}'")
-    return Mesh(np.array(topology.devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+    return mesh_of(topology.devices, sizes)
 
 
-def as_on_a_gpu(loss_tokens: int | None) -> ExitStack:
+def as_on_a_gpu(formulation: Formulation = BY_BACKEND["gpu"]) -> ExitStack:
     """A context in which everything is traced as if jax had such a card."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    stack = ExitStack()
-    for module in (layers, modules, transformer, loss, step):
-        stack.enter_context(mock.patch.object(module, "backend", lambda: "gpu"))
-    chosen = formulation.BY_BACKEND["gpu"]
-    chosen = replace(chosen, loss_tokens=loss_tokens or chosen.loss_tokens)
-    stack.enter_context(mock.patch.dict(formulation.BY_BACKEND, {"gpu": chosen}))
+    stack = as_on("gpu", formulation)
     # jax asks the card whether it is a Hopper or newer, and whether it is a Blackwell of one kind.
     stack.enter_context(mock.patch.object(cudnn, "check_compute_capability", lambda least: float(least) <= 9.0))
     stack.enter_context(mock.patch.object(cudnn, "is_cuda_compute_capability_equal", lambda exact: exact == "9.0"))
@@ -112,28 +104,26 @@ def least_seconds(cost: Cost, card: Card) -> float:
     return cost.times * max(cost.flops / card.flops, cost.num_bytes / card.memory_bytes_per_second)
 
 
-def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
+def measure(card: Card, config: ModelConfig, formulation: Formulation, options: argparse.Namespace) -> tuple:
     """The figures of an update, by name, and the cost of each instruction."""
-    card, sizes = card_of(card_name, config), tuple(options.mesh)
+    sizes = tuple(options.mesh)
     rows, seq_len = options.rows, options.seq_len
     started = time.perf_counter()
-    with as_on_a_gpu(options.loss_tokens):
-        mesh = cards_mesh(card_name, sizes)
-        compiled = compiled_update(config, mesh, rows, seq_len, options.grad_accum, options.document_mask)
+    with as_on_a_gpu(formulation):
+        mesh, masked = cards_mesh(options.card, sizes), options.document_mask
+        compiled = compiled_update(config, mesh, rows, seq_len, options.grad_accum, document_mask=masked)
         estimate = memory.memory_estimate(
             config,
             rows=rows // options.grad_accum // (sizes[0] * sizes[1]),
             seq_len=seq_len,
             backend="gpu",
             grad_accum=options.grad_accum,
-            document_mask=options.document_mask,
+            document_mask=masked,
             fsdp=sizes[1],
             tensor=sizes[2],
         )
     compile_seconds = time.perf_counter() - started
     program, needed = compiled.as_text(), compiled.memory_analysis()
-    if options.program:
-        options.program.write_text(program)
     found = costs(program)
     seconds = sum(least_seconds(cost, card) for cost in found)
     in_products = sum(least_seconds(cost, card) for cost in found if cost.flops)
@@ -142,7 +132,7 @@ def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) ->
     report = {
         "preset": options.preset,
         "num_parameters": num_parameters(config),
-        "cards": f"{num_cards} x {card_name}",
+        "cards": f"{num_cards} x {options.card}",
         "mesh": list(sizes),
         "rows": rows,
         "seq_len": seq_len,
@@ -178,40 +168,19 @@ def print_most(found: list[Cost], card: Card, num: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = json_parser(__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="gpt2-124m")
+    parser = absent_parser(__doc__)
+    parser.set_defaults(rows=32)
     parser.add_argument("--card", choices=CARDS, default="H100")
-    parser.add_argument("--mesh", type=int, nargs=3, default=(1, 1, 1), metavar=("DATA", "FSDP", "TENSOR"))
-    parser.add_argument("--rows", type=int, default=32, help="rows of the whole update")
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--grad-accum", type=int, default=1)
-    parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
-    parser.add_argument("--attention", choices=("auto", "cudnn", "xla", "plain"), default="auto")
-    parser.add_argument("--layers", choices=("auto", "unrolled", "scanned"), default="auto")
-    parser.add_argument("--document-mask", action="store_true")
-    parser.add_argument("--loss-tokens", type=int, help="tokens whose logits are computed at a time")
-    parser.add_argument("--vocab-size", type=int, help="rows of the embedding, instead of the preset's")
-    parser.add_argument("--most", type=int, default=0, help="how many kinds of instruction to list, the longest first")
-    parser.add_argument("--program", type=Path, help="write the compiled program to this file")
     options = parser.parse_args(argv)
-    config = replace(
-        PRESETS[options.preset],
-        compute_dtype=options.compute_dtype,
-        remat=options.remat,
-        attention=options.attention,
-        layers=options.layers,
-    )
-    if options.vocab_size:
-        config = replace(config, vocab_size=options.vocab_size)
+    config, formulation = chosen(options, "gpu", "compute_dtype=bfloat16")
+    card = card_of(options.card, config)
     given = os.environ.get("XLA_FLAGS", "")  # the compiler, which has not been started, reads them
     added = missing_flags(given, [flag for card, flag in GPU_FLAGS if not card])
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
-    report, found = measure(config, options.card, options)
-    for name, value in report.items():
-        print(f"{name:>20}  {value:,}" if isinstance(value, int) else f"{name:>20}  {value}")
+    report, found = measure(card, config, formulation, options)
+    print_lines(report)
     if options.most:
-        print_most(found, card_of(options.card, config), options.most)
+        print_most(found, card, options.most)
     write_json(options.json, report)
 
 

@@ -9,23 +9,18 @@ undoes remat, and computes bfloat16 products in float32, so it is asked only abo
 """
 
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from compiled_update import compiled_update, trained_and_frozen
 from results import json_parser, write_json
 
-from curriculum.model.lora import adapters_of, frozen_of, joined
+from curriculum.model.lora import joined
 from curriculum.model.memory import kept_bytes, memory_estimate
-from curriculum.model.model import Params
 from curriculum.model.presets import PRESETS, ModelConfig
-from curriculum.model.transformer import forward, transformer
-from curriculum.train.optimizer import OptimConfig, make_optimizer
+from curriculum.model.transformer import forward
 from curriculum.train.programs import needed_bytes
-from curriculum.train.step import init_state, make_train_step
-from phases.batches import Batch
-
-NUM_SOURCES = 2
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,54 +57,15 @@ def main(argv: list[str] | None = None) -> None:
     write_json(options.json, results)
 
 
-def compiled_bytes(
-    config: ModelConfig,
-    rows: int,
-    seq_len: int,
-    grad_accum: int = 1,
-    *,
-    ema: bool = False,
-    document_mask: bool = False,
-    optim: OptimConfig = OptimConfig(),  # noqa: B008
-) -> int:
+def compiled_bytes(config: ModelConfig, rows: int, seq_len: int, grad_accum: int = 1, **settings: Any) -> int:
     """Bytes of one compiled update: arguments, temporaries, and results that do not take an argument's place."""
-    model, optimizer = transformer(config), make_optimizer(optim)
-    step = make_train_step(
-        model,
-        optimizer,
-        NUM_SOURCES,
-        grad_clip=1.0,
-        document_mask=document_mask,
-        ema_decay=0.999 if ema else None,
-    )
-
-    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    params, frozen = _parts(config)
-    state = jax.eval_shape(partial(init_state, optimizer=optimizer, num_sources=NUM_SOURCES, ema=ema), params)
-    slots = array(grad_accum, rows, seq_len)
-    batch = Batch(
-        inputs_ABT=slots,
-        targets_ABT=slots,
-        loss_mask_ABT=array(grad_accum, rows, seq_len, dtype=jnp.bool_),
-        segment_ids_ABT=slots,
-        source_ids_AB=array(grad_accum, rows),
-    )
-    lowered = jax.jit(step, donate_argnums=0).lower(state, batch, array(dtype=jnp.float32), frozen=frozen)
-    return needed_bytes(lowered.compile())
-
-
-def _parts(config: ModelConfig) -> tuple[Params, Params | None]:
-    """Shapes of the trained parameters, and of the frozen ones, if any."""
-    shapes = transformer(config).shapes()
-    return (shapes, None) if config.lora is None else (adapters_of(shapes), frozen_of(shapes))
+    return needed_bytes(compiled_update(config, None, rows * grad_accum, seq_len, grad_accum, **settings))
 
 
 def residual_bytes(config: ModelConfig, rows: int, seq_len: int, *, document_mask: bool = False) -> int:
     """Bytes that jax.vjp of the forward pass keeps, without its inputs and the program's constants. The stacked copy
     of scanned layers is included."""
-    params, frozen = _parts(config)
+    params, frozen = trained_and_frozen(config)
     tokens_BT = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
 
     def way_back(params, frozen, tokens_BT, segment_ids_BT):

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench_step import SIZES, jax_program, settings_of
+from bench_step import SIZES, jax_program
 from hlo_traffic import Cost, costs
 from results import json_parser, machine, print_figures, print_table, write_json
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if jax.default_backend() != "gpu":
         parser.error(f"got jax backend {jax.default_backend()}, expected an NVIDIA GPU")
-    program = jax_program("step", args.size, args.dtype, settings_of(f"step:{args.settings}"))
+    program = jax_program(f"step:{args.settings}", args.size, args.dtype)
     state, program = program.state, program._replace(state=None)
 
     def run(num: int) -> float:

@@ -59,6 +59,12 @@ def print_figures(figures: Mapping[str, Any]) -> None:
     print(", ".join(f"{key}: {value}" for key, value in figures.items()))
 
 
+def print_lines(figures: Mapping[str, Any]) -> None:
+    """A line for each figure."""
+    for name, value in figures.items():
+        print(f"{name:>20}  {value:,}" if isinstance(value, int) else f"{name:>20}  {value}")
+
+
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """One line per row below the column names, each column as wide as it needs; None is an empty cell."""
     if not rows:
