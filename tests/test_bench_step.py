@@ -2,6 +2,8 @@
 
 import json
 import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import bench_step
@@ -120,6 +122,16 @@ def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
 def test_a_table_is_as_wide_as_its_cells_and_empty_where_there_is_nothing(capsys):
     results.print_table([{"what": "a", "ms": 12.5}, {"what": "longer", "ms": None}])
     assert capsys.readouterr().out == "  what    ms\n     a  12.5\nlonger      \n"
+
+
+def test_work_takes_turns_and_its_first_round_is_not_timed():
+    turns = []
+    burn = [sys.executable, "-c", "sum(range(10**6))"]
+    work = {"a": lambda: turns.append("a"), "b": lambda: turns.append(subprocess.run(burn).returncode)}
+    taken = results.in_turns(work, 2)
+    assert turns == ["a", 0] * 3 and {name: len(times) for name, times in taken.items()} == {"a": 2, "b": 2}
+    assert all(0 <= processor < 0.005 for _, processor in taken["a"])
+    assert all(min(times) > 0.005 for times in taken["b"])  # of the process that was waited for
 
 
 def test_what_was_measured_is_printed_and_written(tmp_path, capsys):

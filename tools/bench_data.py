@@ -1,4 +1,4 @@
-"""Time the data plan's batches, planned ahead, at random steps and from bins, against a copy and random windows.
+"""Time the data plan's batches, planned ahead, at random steps and from bins, against random windows.
 
     python tools/bench_data.py [--json FILE]
 
@@ -6,29 +6,27 @@ Four sources as memory maps of u16, documents of about 700 tokens, batches of 32
 the median of its rounds:
 
     planned          batches from token stores, their order worked out 256 steps at a time, as in training
-    quarter          the same for a quarter of each batch's rows, as in one of four processes
-    alone, random    batches asked for one by one, in sequence and in random order
-    marked           `planned` where each token is marked as scored or not, as in conversations
+    random           batches asked for one by one, in random order
     bins             `planned` over the same tokens as documents packed by best fit
-    order_planned, order_alone    the order of the batches only, without their tokens
+    order_planned, order_alone    the order of the batches only, without their tokens; alone: one by one
     windows          nanoGPT's get_batch in numpy: 32 windows at random places of one memory map, which promises no
                      epochs, no mixture and no resume
-    copy             the conversion of as many tokens that are in the cache
 
 Last, the packing of a million documents is timed; `filled` is the share of its bins that they fill.
 """
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from results import json_parser, report
+from results import in_turns, json_parser, report
 
 from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
 from curriculum.train.device import tune_malloc
-from phases.batches import DataPlan, TokenStream, epoch_tokens
+from phases.batches import DataPlan, epoch_tokens
 from phases.declared import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
@@ -73,15 +71,9 @@ def make_tokens(folder: Path) -> dict[str, np.ndarray]:
     return tokens
 
 
-def seconds_a_batch(functions) -> dict[str, float]:
-    """Seconds per batch of each function, which makes STEPS batches: medians over rounds in which they take turns."""
-    times = {function.__name__: [] for function in functions}
-    for _ in range(ROUNDS):
-        for function in functions:
-            started = time.perf_counter()
-            function()
-            times[function.__name__].append((time.perf_counter() - started) / STEPS)
-    return {name: float(np.median(seconds)) for name, seconds in times.items()}
+def each(steps, function) -> None:
+    for step in steps:
+        function(step)
 
 
 def main():
@@ -94,47 +86,16 @@ def main():
             name: TokenView([t.view(np.ndarray)], np.array([0]), np.array([len(t)])) for name, t in tokens.items()
         }
         plan = make_plan({name: epoch_tokens(len(stream), LENGTH) for name, stream in tokens.items()})
-        marks = {name: TokenView([t % 2 == 0], np.array([0]), np.array([len(t)])) for name, t in tokens.items()}
-        marked_stores = {name: TokenStream(stream, EOT, marks[name]) for name, stream in stores.items()}
         packed = make_bins(stores)
         packed_plan = make_plan({name: len(bins.bins) * LENGTH for name, bins in packed.items()})
         rng = np.random.default_rng(0)
         order = rng.integers(0, 10_000, STEPS).tolist()
-        flat = rng.integers(0, EOT, (BATCH, LENGTH + 1), np.uint16)
-        target = np.empty((BATCH, LENGTH + 1), np.int32)
+        steps = range(4750, 4750 + STEPS)  # across the phase switch, into the ramp
 
-        def in_sequence(plan, streams, **options):
-            for first in range(4750, 4750 + STEPS, PLANNED):  # across the phase switch, into the ramp
+        def planned(plan, streams):
+            for first in steps[::PLANNED]:
                 for i, draws in enumerate(plan.draws(first, PLANNED)):
-                    plan.batch(first + i, streams, EOT, draws=draws, **options)
-
-        def planned():
-            in_sequence(plan, stores)
-
-        def quarter():
-            in_sequence(plan, stores, rows=slice(0, BATCH // 4))
-
-        def marked():
-            in_sequence(plan, marked_stores)
-
-        def bins():
-            in_sequence(packed_plan, packed)
-
-        def alone():
-            for step in range(4750, 4750 + STEPS):
-                plan.batch(step, stores, EOT)
-
-        def random():
-            for step in order:
-                plan.batch(step, stores, EOT)
-
-        def order_planned():
-            for first in range(4750, 4750 + STEPS, PLANNED):
-                plan.draws(first, PLANNED)
-
-        def order_alone():
-            for step in range(4750, 4750 + STEPS):
-                plan.draws(step)
+                    plan.batch(first + i, streams, EOT, draws=draws)
 
         def windows():
             stream = tokens["web"]
@@ -143,26 +104,25 @@ def main():
                 np.stack([stream[i : i + LENGTH].astype(np.int64) for i in at])
                 np.stack([stream[i + 1 : i + 1 + LENGTH].astype(np.int64) for i in at])
 
-        def copy():
-            for _ in range(STEPS):
-                target[:] = flat
-
-        planned()
-        bins()
-        functions = (planned, quarter, alone, random, marked, bins, order_planned, order_alone, windows, copy)
-        times = seconds_a_batch(functions)
-    rows = []
-    for name, seconds in times.items():
-        part = 1 / 4 if name == "quarter" else 1
-        rows.append(
-            {
-                "what": name,
-                "ms_a_batch": round(seconds * 1e3, 4),
-                "M_tokens_per_s": round(part * BATCH * LENGTH / seconds / 1e6),
-                "x_copy": round(part * times["copy"] / seconds, 3),
-                "x_windows": round(part * times["windows"] / seconds, 2),
-            }
-        )
+        work = {  # each makes STEPS batches
+            "planned": lambda: planned(plan, stores),
+            "random": lambda: each(order, lambda step: plan.batch(step, stores, EOT)),
+            "bins": lambda: planned(packed_plan, packed),
+            "order_planned": lambda: each(steps[::PLANNED], lambda step: plan.draws(step, PLANNED)),
+            "order_alone": lambda: each(steps, plan.draws),
+            "windows": windows,
+        }
+        taken = in_turns(work, ROUNDS)
+    seconds = {name: statistics.median(wall for wall, _ in times) / STEPS for name, times in taken.items()}
+    rows = [
+        {
+            "what": name,
+            "ms_a_batch": round(of_batch * 1e3, 4),
+            "M_tokens_per_s": round(BATCH * LENGTH / of_batch / 1e6),
+            "x_windows": round(seconds["windows"] / of_batch, 2),
+        }
+        for name, of_batch in seconds.items()
+    ]
     lengths = document_lengths(1_000_000)
     started = time.perf_counter()
     num_bins = len(pack(lengths, LENGTH)[1])

@@ -12,11 +12,10 @@ document's last token and in the last micro-batch of a set.
 Ratios are to `limit`, from medians over the rounds. On a shared machine, trust those of processor seconds.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 
-from results import json_parser, report
+from results import in_turns, json_parser, report
 
 SIZES = {  # seq_len, training batch, the `model` section
     "tiny": (128, 16, {"preset": "tiny"}),  # the quickstart's
@@ -101,13 +100,7 @@ def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> li
         run()
         compilations[name] = len(compiled)
     compiled.clear()
-    seconds, cpu_seconds = ({name: [] for name in work} for _ in range(2))
-    for _ in range(num_rounds):
-        for name, run in work.items():
-            before, cpu_before = time.perf_counter(), time.process_time()
-            run()
-            seconds[name].append(time.perf_counter() - before)
-            cpu_seconds[name].append(time.process_time() - cpu_before)
+    taken = in_turns(work, num_rounds)
     assert not compiled, "something was compiled while it was timed"
     slots = dict.fromkeys(limits, len(batches) * rows * seq_len)
     tokens = dict(slots)
@@ -116,8 +109,8 @@ def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> li
         tokens[f"eval of {n} sets"] = sum(evalset.num_tokens for evalset in evalsets[:n])
     results = []
     for name in work:
-        wall, cpu = (float(np.median(taken[name])) for taken in (seconds, cpu_seconds))
-        limit, cpu_limit = (slots["limit"] / float(np.median(taken["limit"])) for taken in (seconds, cpu_seconds))
+        wall, cpu = np.median(taken[name], axis=0).tolist()
+        limit, cpu_limit = (slots["limit"] / np.median(taken["limit"], axis=0)).tolist()
         results.append(
             {
                 "size": size,

@@ -19,18 +19,16 @@ Memory: the peak of a process that prepares N/2 megabytes, and of one that prepa
 import argparse
 import json
 import os
-import statistics
-import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from results import json_parser, report
+from results import in_turns, json_parser, report
 
 from curriculum.data.prepare import prepare_store
 from curriculum.data.sources import SourceConfig
@@ -111,49 +109,29 @@ def measure_rates(
     def all_threads():
         encoding.encode_ordinary_batch(documents, num_threads=NUM_THREADS)
 
-    def encode(part: int) -> float:
-        started = time.process_time()
+    def encode(part: int) -> None:
         for document in documents[part::NUM_THREADS]:
             encoding.encode_to_numpy(document, disallowed_special=())
-        return time.process_time() - started
 
     rows = {
         "one thread": one_thread,
         "processes": lambda: in_processes(encode),
         "all threads": all_threads,
-        **{name: (lambda name=name: prepare(folder / name, tokenizer)) for name in FORMATS},
+        **{name: partial(prepare, folder / name, tokenizer) for name in FORMATS},
     }
-    seconds, cpu_seconds = {name: [] for name in rows}, {name: [] for name in rows}
-    for number in range(ROUNDS + 1):
-        for name, run in rows.items():
-            started, cpu_started = time.perf_counter(), time.process_time()
-            of_others = run() or 0.0
-            if number:  # the first round imports libraries and fills the disk's cache
-                seconds[name].append(time.perf_counter() - started)
-                cpu_seconds[name].append(time.process_time() - cpu_started + of_others)
-    by_wall, by_cpu = (
-        {name: num_bytes / statistics.median(values) for name, values in times.items()}
-        for times in (seconds, cpu_seconds)
-    )
-    return by_wall, by_cpu
+    taken = in_turns(rows, ROUNDS)  # the first round imports libraries and fills the disk's cache
+    rates = {name: num_bytes / np.median(times, axis=0) for name, times in taken.items()}
+    return tuple({name: float(of[i]) for name, of in rates.items()} for i in range(2))
 
 
-def in_processes(work: Callable[[int], float]) -> float:
-    """Run `work` on each core's part, in one process per core at once. Returns the sum of the results."""
-    readers = []
+def in_processes(work: Callable[[int], None]) -> None:
+    """Run `work` on each core's part, in one process per core at once."""
     for part in range(NUM_THREADS):
-        read_end, write_end = os.pipe()
         if os.fork() == 0:
-            os.write(write_end, struct.pack("d", work(part)))
+            work(part)
             os._exit(0)
-        os.close(write_end)
-        readers.append(read_end)
-    total = 0.0
-    for read_end in readers:
-        with open(read_end, "rb") as pipe:
-            total += struct.unpack("d", pipe.read())[0]
+    for _ in range(NUM_THREADS):
         os.wait()
-    return total
 
 
 def peak_memory_mb(source: Path, tokenizer_dir: Path) -> int:

@@ -17,16 +17,16 @@ On a shared machine, trust the ratios of processor seconds.
 import json
 import os
 import random
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from results import json_parser, report
+from results import in_turns, json_parser, report
 
 WORDS = "a model reads the text of every source again and again until its loss no longer falls by much".split()
 CURRICULUM = [sys.executable, "-m", "curriculum"]
@@ -90,11 +90,8 @@ def commands(folder: Path, num_starts: int) -> list[dict]:
         "plan": ([*CURRICULUM, "plan", "c.json"], 0),
         "plan, a wrong config": ([*CURRICULUM, "plan", "wrong.json"], 2),
     }
-    taken = {name: [] for name in work}
-    for _ in range(num_starts + 1):
-        for name, (command, expected) in work.items():
-            taken[name].append(run(command, folder, expected))
-    taken = {name: times[1:] for name, times in taken.items()}  # the first reads from the disk
+    # The first round, which is not timed, reads from the disk.
+    taken = in_turns({name: partial(run, command, folder, code) for name, (command, code) in work.items()}, num_starts)
     bare = least_cpu(taken["python -c pass"])
     return [
         row_of(name, times, least_cpu(times) / bare, "processor seconds of python -c pass")
@@ -114,10 +111,8 @@ def large_plan(folder: Path, num_sources: int, num_starts: int) -> dict:
         phase["ramp_steps"] = 100
     data["evalsets"]["sets"], data["train"]["steps"] = {}, 60_000
     (folder / "large.json").write_text(json.dumps(data))
-    taken = {"c.json": [], "large.json": []}
-    for _ in range(max(1, num_starts // 3)):
-        for name, times in taken.items():
-            times.append(run([*CURRICULUM, "plan", name], folder))
+    plans = {name: partial(run, [*CURRICULUM, "plan", name], folder) for name in ("c.json", "large.json")}
+    taken = in_turns(plans, max(1, num_starts // 3))
     ratio = least_cpu(taken["large.json"]) / least_cpu(taken["c.json"])
     return row_of(f"plan, {num_sources} sources, 60 phases", taken["large.json"], ratio, "processor seconds of plan")
 
@@ -230,14 +225,10 @@ def processor_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def run(command: list[str], folder: Path, expected: int = 0) -> tuple[float, float]:
-    """(wall, processor) seconds of a command that ends with `expected`."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+def run(command: list[str], folder: Path, expected: int = 0) -> None:
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
-    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != expected:
         sys.exit(f"{' '.join(command)}: ended with {done.returncode}\n{done.stderr}")
-    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def environment() -> dict[str, str]:

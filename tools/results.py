@@ -1,10 +1,12 @@
-"""What tools have in common: their option --json, a description of the machine, and the printing of figures."""
+"""What tools have in common: their option --json, timing in turns, the machine in words, and printing figures."""
 
 import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +24,25 @@ def json_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--json", type=path, metavar="FILE", help="also write the results to this file")
     return parser
+
+
+def in_turns(work: Mapping[str, Callable[[], Any]], num_rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(wall, processor) seconds of each piece of work in each round, after a round that is not timed.
+
+    Those of a process count once it is waited for.
+    """
+
+    def processor_seconds() -> float:
+        used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(of.ru_utime + of.ru_stime for of in used)
+
+    taken = {name: [] for name in work}
+    for _ in range(num_rounds + 1):
+        for name, run in work.items():
+            started, processor_started = time.perf_counter(), processor_seconds()
+            run()
+            taken[name].append((time.perf_counter() - started, processor_seconds() - processor_started))
+    return {name: times[1:] for name, times in taken.items()}
 
 
 def report(rows: Sequence[Mapping[str, Any]], path: Path | None, *packages: str, **besides: Any) -> None:
