@@ -1,15 +1,13 @@
 """Write what is generated from the config's dataclasses: configs/schema.json for editors, docs/config.md for people.
 
-python tools/write_config_reference.py [--check]
+python tools/write_config_reference.py
 """
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import json
 import re
-import sys
 import textwrap
 import typing
 from collections.abc import Iterable
@@ -180,21 +178,14 @@ def cell(value):
     return "" if isinstance(value, dict) else f"`{json.dumps(value)}`"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
-    check = parser.parse_args().check
-    schema = json_schema()
-    files = {ROOT / "configs/schema.json": json.dumps(schema, indent=2) + "\n", ROOT / "docs/config.md": reference()}
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    if check:
-        for path in stale:
-            print(f"{path.relative_to(ROOT)} is stale: run python tools/write_config_reference.py")
-        sys.exit(bool(stale))
-    for path in stale:
-        path.write_text(files[path])
-        print(f"wrote {path.relative_to(ROOT)}")
+def stale() -> dict[Path, str]:
+    """What each file should hold that does not."""
+    schema = json.dumps(json_schema(), indent=2) + "\n"
+    files = {ROOT / "configs/schema.json": schema, ROOT / "docs/config.md": reference()}
+    return {path: text for path, text in files.items() if not path.exists() or path.read_text() != text}
 
 
 if __name__ == "__main__":
-    main()
+    for path, text in stale().items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")
