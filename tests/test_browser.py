@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import picture_tensorboard as picture
+import picture_run as picture
 import pytest
 
 from curriculum.config import build_config
@@ -21,7 +21,7 @@ from curriculum.views.report import write_report
 
 pytest.importorskip("playwright", reason="playwright is not installed: nothing can look at TensorBoard")
 
-SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "picture_tensorboard.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "picture_run.py"
 
 if picture.find_chromium() is None:
     pytest.skip("no chromium on the PATH: nothing can look at TensorBoard", allow_module_level=True)
@@ -268,7 +268,7 @@ def test_a_report_fits_its_window_and_its_points_tell_their_numbers(runs, page, 
 
 def test_a_picture_of_a_report_is_taken(runs, tmp_path):
     file = tmp_path / "report.png"
-    command = [sys.executable, SCRIPT.with_name("picture_report.py"), runs / "whole", "-o", file]
+    command = [sys.executable, SCRIPT, runs / "whole", "--report", "-o", file]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{file}: {file.stat().st_size // 1000} KB\n" and 20_000 < file.stat().st_size < 300_000

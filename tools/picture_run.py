@@ -1,6 +1,7 @@
-"""Take a picture of what TensorBoard shows of a run: every eval set in one chart, with the table of values.
+"""Take a picture of a run: of what TensorBoard shows, every eval set in one chart with the table of values.
 
-    python tools/picture_tensorboard.py runs/quickstart -o docs/tensorboard.png
+    python tools/picture_run.py runs/quickstart -o docs/tensorboard.png
+    python tools/picture_run.py runs/quickstart --report -o docs/report.png     # of the head of its report instead
 
 Needs chromium on the PATH, and playwright, which drives it. Starts a TensorBoard of its own over the folder above the
 run, on 127.0.0.1, and stops it after the picture.
@@ -24,6 +25,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from curriculum.record.console import tensorboard_link
 from curriculum.record.curves import all_sets
 from curriculum.record.events import read_events
+from curriculum.views.report import write_report
 
 PATIENCE_SECONDS = 60
 WIDTHS = "path => [path.getBBox().width, path.ownerSVGElement.getBoundingClientRect().width]"
@@ -34,17 +36,29 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("run", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--width", type=int, default=1200)
-    parser.add_argument("--height", type=int, default=700)
+    parser.add_argument("--report", action="store_true", help="the head of its report")
     options = parser.parse_args(argv)
     if find_chromium() is None:
         parser.error(f"no browser on the PATH: install one of {', '.join(CHROMIUM_NAMES)}")
-    if not (options.run / "tensorboard").is_dir():
+    if not options.report and not (options.run / "tensorboard").is_dir():
         parser.error(f"{options.run}: holds no tensorboard folder (logging.tensorboard)")
-    with tensorboard(options.run.resolve().parent) as address, browser() as chromium:
-        wait_for(address, options.run)
-        page = new_page(chromium, options.width, options.height)
-        page.goto(link(options.run, address).replace("=eval_sets", "=eval_sets/loss"))  # this chart alone
+    (picture_report if options.report else picture_tensorboard)(options.run, options.output)
+    print(f"{options.output}: {options.output.stat().st_size // 1000} KB")
+
+
+def picture_report(run: Path, output: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, browser() as chromium:
+        write_report([run], Path(folder, "report.html"))
+        page = new_page(chromium, 1200, 760)
+        page.goto(Path(folder, "report.html").as_uri())
+        page.screenshot(path=output, animations="disabled")
+
+
+def picture_tensorboard(run: Path, output: Path) -> None:
+    with tensorboard(run.resolve().parent) as address, browser() as chromium:
+        wait_for(address, run)
+        page = new_page(chromium, 1200, 700)
+        page.goto(link(run, address).replace("=eval_sets", "=eval_sets/loss"))  # this chart alone
         chart = eval_chart(page)
         path_width, chart_width = drawn(chart).first.evaluate(WIDTHS)
         page.get_by_role("button", name="Settings").first.click()
@@ -56,8 +70,7 @@ def main(argv: list[str] | None = None) -> None:
             "return whole > chartWidth && own > 0.95 * share * whole}",
             arg=[drawn(chart).first.element_handle(), chart_width, path_width / chart_width],
         )
-        page.screenshot(path=options.output, animations="disabled")
-    print(f"{options.output}: {options.output.stat().st_size // 1000} KB")
+        page.screenshot(path=output, animations="disabled")
 
 
 @contextmanager
