@@ -72,7 +72,7 @@ def test_documents_are_judged_without_the_blank_that_a_tokenizer_puts_before_the
 
 
 def test_a_set_of_which_all_documents_are_left_out_is_told(tmp_path):
-    theirs = tool.judged(tmp_path, {"law": {}}, tmp_path, Ours, 1)
+    theirs = tool.judged(tmp_path, {"law": {}}, tmp_path, Ours)
     found = tool.compared(Ours, "law", {}, theirs["law"])
     assert found["left_out"] == 4 and found["all"]["documents"] == 0
     assert tool.problems({"law": found}, 1e-3) == [

@@ -27,21 +27,20 @@ from random import Random
 
 from results import json_parser, report
 
-ROWS, POSITIONS = 1, 64
+ROWS, POSITIONS, STEPS = 1, 64, 10  # steps: of a window
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = json_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=300, help="minimum size of parameters and moments")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="steps per window")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        rows = measure(Path(folder), args.megabytes, args.rounds, args.steps)
+        rows = measure(Path(folder), args.megabytes, args.rounds)
     report(rows, args.json, "jax")
 
 
-def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> list[dict]:
+def measure(folder: Path, megabytes: int, num_rounds: int) -> list[dict]:
     from curriculum.train.device import tune_malloc
 
     tune_malloc()
@@ -88,7 +87,7 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
         nonlocal state
         times, saving_s, updated = [], 0.0, threading.Event()
         started, cpu_started = time.perf_counter(), time.process_time()
-        for i in range(num_steps):
+        for i in range(STEPS):
             if i == 1 and save is not None:
                 if save == "blocked":
                     in_turn.submit(updated.wait)

@@ -1,12 +1,11 @@
 """Time the preparing of text, JSONL, parquet and arrow against tiktoken's own rates, and measure its peak memory.
 
-    python tools/bench_prepare.py [--text DIR] [--encoding gpt2] [--megabytes N] [--json FILE]
+    python tools/bench_prepare.py [--megabytes N] [--json FILE]
 
-The corpus is the text below DIR, by default the modules of Python's standard library, cut into documents of about
-4,000 characters, shuffled with a fixed seed and repeated to N megabytes. The tokenizer is tiktoken's encoding of that
-name or, by default, byte pairs trained on the corpus. Each format is prepared into a new store: reading, hashing,
-encoding, writing, checksums and the reading back that verifies them. The rows take turns; each is the median of its
-rounds.
+The corpus is the modules of Python's standard library, cut into documents of about 4,000 characters, shuffled with a
+fixed seed and repeated to N megabytes. The tokenizer is 4,096 byte pairs trained on the corpus. Each format is prepared
+into a new store: reading, hashing, encoding, writing, checksums and the reading back that verifies them. The rows take
+turns; each is the median of its rounds.
 
 `one thread` is encode_to_numpy, document by document, in one thread; the first ratio is to its rate times the cores.
 `processes` is the same in one process per core at once, each with its share of the documents: what the cores can do,
@@ -33,20 +32,17 @@ from results import in_turns, json_parser, report
 from curriculum.data.prepare import prepare_store
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, NUM_THREADS, Tokenizer, load_tokenizer
-from curriculum.data.tokenizers.vocabulary import tiktoken_tokenizer, train_bpe
+from curriculum.data.tokenizers.vocabulary import train_bpe
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 DOCUMENT_CHARACTERS, FILES, ROUNDS = 4000, 8, 3
 
 
-def read_documents(folder: Path) -> list[str]:
-    """The text below a folder as shuffled documents; from JSONL, each row's `text`."""
+def read_documents() -> list[str]:
+    """The standard library as shuffled documents."""
     documents = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix == ".jsonl":
-            rows = path.read_text(encoding="utf-8").splitlines()
-            documents += [json.loads(row)["text"] for row in rows]
-        elif path.suffix in (".txt", ".py") and "site-packages" not in path.parts:
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if "site-packages" not in path.parts:
             text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
             documents += [text[i : i + DOCUMENT_CHARACTERS] for i in range(0, len(text), DOCUMENT_CHARACTERS)]
     order = np.random.default_rng(0).permutation(len(documents))
@@ -150,19 +146,14 @@ def weigh(source: str, tokenizer_dir: str) -> None:
 
 def main():
     parser = json_parser(__doc__)
-    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    parser.add_argument("--encoding", help="a tiktoken encoding; by default 4,096 byte pairs are trained on the corpus")
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--weigh", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.weigh:
         weigh(*args.weigh)
         return
-    documents = [text for text in read_documents(args.text) if text.strip() and END_OF_TEXT not in text]
-    if args.encoding:
-        tokenizer = tiktoken_tokenizer(args.encoding)
-    else:
-        tokenizer = train_bpe(repeat(documents, 4), 4096)
+    documents = [text for text in read_documents() if text.strip() and END_OF_TEXT not in text]
+    tokenizer = train_bpe(repeat(documents, 4), 4096)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         tokenizer.save(folder / "tokenizer")

@@ -1,6 +1,6 @@
 """Time how long commands take to start, against `python -c pass`, and a second start of training against the first.
 
-    python tools/bench_startup.py [--starts 10] [--sources 500] [--layers 4 12] [--trainings 3] [--json FILE]
+    python tools/bench_startup.py [--starts 10] [--layers 4 12] [--trainings 3] [--json FILE]
 
 Commands are whole processes that take turns: minimum and median of the wall time, and the least processor time. The
 config is like the quickstart's, and its corpus is prepared. A large one has many sources, none of them prepared, in
@@ -29,13 +29,13 @@ from pathlib import Path
 from results import in_turns, json_parser, report
 
 WORDS = "a model reads the text of every source again and again until its loss no longer falls by much".split()
+SOURCES = 500  # of the large config
 CURRICULUM = [sys.executable, "-m", "curriculum"]
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = json_parser(__doc__)
     parser.add_argument("--starts", type=int, default=10)
-    parser.add_argument("--sources", type=int, default=500, help="of the large config; 0: it is not planned")
     parser.add_argument(
         "--layers", type=int, nargs="*", default=[4, 12], help="layers of the models whose training is started"
     )
@@ -45,9 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(name)
         write_config(folder)
         run([*CURRICULUM, "prepare", "c.json"], folder)
-        rows = commands(folder, args.starts)
-        if args.sources:
-            rows.append(large_plan(folder, args.sources, args.starts))
+        rows = [*commands(folder, args.starts), large_plan(folder, args.starts)]
         for num_layers in args.layers:
             rows += training(folder, num_layers, args.trainings)
     report(rows, args.json, "jax")
@@ -99,9 +97,9 @@ def commands(folder: Path, num_starts: int) -> list[dict]:
     ]
 
 
-def large_plan(folder: Path, num_sources: int, num_starts: int) -> dict:
+def large_plan(folder: Path, num_starts: int) -> dict:
     """A row for `plan` of a config with many sources and 60 phases, compared with the plan of the small one."""
-    names, share = [f"s{i}" for i in range(num_sources)], random.Random(0).random
+    names, share = [f"s{i}" for i in range(SOURCES)], random.Random(0).random
     data = json.loads((folder / "c.json").read_text())
     data["sources"] = {"docs": data["sources"]["docs"], **{name: {"path": "docs.jsonl"} for name in names}}
     data["phases"] = [
@@ -114,7 +112,7 @@ def large_plan(folder: Path, num_sources: int, num_starts: int) -> dict:
     plans = {name: partial(run, [*CURRICULUM, "plan", name], folder) for name in ("c.json", "large.json")}
     taken = in_turns(plans, max(1, num_starts // 3))
     ratio = least_cpu(taken["large.json"]) / least_cpu(taken["c.json"])
-    return row_of(f"plan, {num_sources} sources, 60 phases", taken["large.json"], ratio, "processor seconds of plan")
+    return row_of(f"plan, {SOURCES} sources, 60 phases", taken["large.json"], ratio, "processor seconds of plan")
 
 
 def training(folder: Path, num_layers: int, num_starts: int) -> list[dict]:

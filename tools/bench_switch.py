@@ -14,7 +14,6 @@ Two runs of `curriculum.train.trainer.train`, like a user's, except that every s
 The model is that of nanoGPT's CPU run, 4 layers of 128, unless --small is given.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -30,6 +29,8 @@ MODELS = {
     True: {"n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 2, "d_ff": 64},
 }
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event for each program that the backend compiles
+SWITCHES, STEPS = 24, 12  # of the run whose shapes stay the same, and of each of its phases
+STEPS_A_SHAPE = 600  # of each phase of the other run
 SHAPES = [  # of the second run: (phase, shape)
     ("short", {"seq_len": 16, "batch_size": 48}),
     ("base", {}),
@@ -40,38 +41,33 @@ SHAPES = [  # of the second run: (phase, shape)
 
 def main(argv: list[str] | None = None) -> None:
     parser = json_parser(__doc__)
-    parser.add_argument("--switches", type=int, default=24, help="switches of the run whose shapes stay the same")
-    parser.add_argument("--steps", type=int, default=12, help="steps per phase of that run")
-    parser.add_argument("--steps-a-shape", type=int, default=600, help="steps per phase of the run whose shapes change")
     parser.add_argument("--small", action="store_true", help="use a model of one layer")
     args = parser.parse_args(argv)
-    if args.steps % 2:
-        parser.error(f"--steps: got {args.steps}, expected an even number: an eval comes at half of each phase")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_sources(folder)
         report = {
             "machine": machine("jax"),
-            "same_shapes": same_shapes(folder, args),
-            "other_shapes": other_shapes(folder, args),
+            "same_shapes": same_shapes(folder, MODELS[args.small]),
+            "other_shapes": other_shapes(folder, MODELS[args.small]),
         }
     print_tables(report)
     write_json(args.json, report)
 
 
-def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
-    """Measure a run of `switches` + 1 phases that differ only in their mixtures."""
+def same_shapes(folder: Path, model: dict) -> dict:
+    """Measure a run of phases that differ only in their mixtures."""
     phases = [
-        {"name": f"p{i}", "until": (i + 1) * args.steps, "mixture": {"web": 1 + i % 2, "law": 2 - i % 2}}
-        for i in range(args.switches + 1)
+        {"name": f"p{i}", "until": (i + 1) * STEPS, "mixture": {"web": 1 + i % 2, "law": 2 - i % 2}}
+        for i in range(SWITCHES + 1)
     ]
-    rows, compiled, _ = run(folder, "same", phases, args, evals_every=args.steps // 2)
+    rows, compiled, _ = run(folder, "same", phases, model, evals_every=STEPS // 2)
     by_step = {row["step"]: row["step_time_s"] for row in rows[1:]}  # the first includes compiling
     after = [by_step[phase["until"] + 1] for phase in phases[:-1]]
-    after_eval = [by_step[phase["until"] - args.steps // 2 + 1] for phase in phases]
+    after_eval = [by_step[phase["until"] - STEPS // 2 + 1] for phase in phases]
     first_switch, last_update = phases[0]["until"], phases[-1]["until"] - 1
     return {
-        "switches": args.switches,
+        "switches": SWITCHES,
         "compilations_before_the_first_switch": sum(step < first_switch for step, _, _ in compiled),
         # The run's only checkpoint, after the last update, has its copy compiled.
         "compilations_after_it": sum(first_switch <= step < last_update for step, _, _ in compiled),
@@ -84,15 +80,15 @@ def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
     }
 
 
-def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
+def other_shapes(folder: Path, model: dict) -> list[dict]:
     """Measure a run in which every phase has a shape of its own; one row per phase."""
-    num_steps = args.steps_a_shape
+    num_steps = STEPS_A_SHAPE
     phases = [
         {"name": name, "until": (i + 1) * num_steps, "mixture": {"web": 0.5, "law": 0.5}, **shape}
         for i, (name, shape) in enumerate(SHAPES)
     ]
     # The first eval after step 0 saves a gold, which slows the next updates: it must come before any switch.
-    rows, compiled, setup = run(folder, "other", phases, args, evals_every=num_steps // 2)
+    rows, compiled, setup = run(folder, "other", phases, model, evals_every=num_steps // 2)
     by_step = {row["step"]: row for row in rows}
     compile_s = setup.compiled.updates.seconds
     updates = dict(zip(compile_s, of_updates(setup, compiled), strict=True))
@@ -128,7 +124,7 @@ def of_updates(setup, compiled: list[tuple[int, str, float]]) -> list[tuple[int,
     return [(0, "foreground"), *background][: len(setup.compiled.updates.seconds)]  # evals are compiled after them
 
 
-def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, evals_every: int):
+def run(folder: Path, name: str, phases: list[dict], model: dict, evals_every: int):
     """Train a run. Returns (metrics rows, compilations as (step under way, thread, seconds), its setup)."""
     from jax import monitoring
 
@@ -154,7 +150,7 @@ def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, e
         {
             "name": name,
             "tokenizer": {"kind": "byte"},
-            "model": {"preset": "tiny", **MODELS[args.small], "max_seq_len": 128},
+            "model": {"preset": "tiny", **model, "max_seq_len": 128},
             "sources": {
                 source: {"path": str(folder / f"{source}.jsonl"), "held_out": "5%"} for source in ("web", "law")
             },

@@ -5,8 +5,8 @@
 
 `train`: a run of a tiny model in a process of its own, with evals, checkpoints and TensorBoard. Its resident memory is
 sampled ten times a second, and a line is fitted over the last 80 % of the steps and over the last half. Both slopes
-must stay below --limit MB per 1,000 steps. `prepare`: `curriculum prepare` of generated JSONL text. Its peak must stay
-below --limit-gb. Both print their figures and exit with 1 if the limit is passed. Linux only: they read /proc.
+must stay below 1 MB per 1,000 steps. `prepare`: `curriculum prepare` of generated JSONL text. Its peak must stay
+below 1 GB. Both print their figures and exit with 1 if the limit is passed. Linux only: they read /proc.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import numpy as np
 from curriculum.record.events import last_row
 
 SAMPLE_SECONDS = 0.1
+LIMIT_MB, LIMIT_GB = 1.0, 1.0  # most that 1,000 steps may add, and that may be resident while a source is prepared
 FROM = (0.2, 0.5)  # shares of the steps to fit from; two, as memory that is freed once could hide growth in one fit
 
 
@@ -32,11 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     train = commands.add_parser("train", help="a long run of a tiny model", allow_abbrev=False)
     train.add_argument("--steps", type=int, default=10_000)
     train.add_argument("--saves", type=int, default=20, help="checkpoints saved during the run")
-    train.add_argument("--limit", type=float, default=1.0, help="most MB that 1,000 steps may add")
     prepare = commands.add_parser("prepare", help="one large source", allow_abbrev=False)
     prepare.add_argument("--gigabytes", type=float, default=2.0, help="size of the generated text")
-    prepare.add_argument("--limit-gb", type=float, default=1.0, help="most GB that may be resident")
-    prepare.add_argument("--tokenizer", choices=("byte", "bpe"), default="bpe", help="bpe: 4,096 ids, trained on it")
     for command in (train, prepare):
         command.add_argument("--directory", type=Path, help="folder to work in; what is made there is removed")
     options = parser.parse_args(argv)
@@ -83,7 +81,7 @@ def check_train(folder: Path, options: argparse.Namespace) -> bool:
     for share in np.linspace(0.05, 1, 20):
         i = min(int(np.searchsorted(steps_N, share * options.steps)), len(steps_N) - 1)
         print(f"step {steps_N[i]:>7,.0f}: {resident_N[i]:.1f} MB resident, {anonymous_N[i]:.1f} anonymous")
-    print(f"{options.steps:,} steps in {time.monotonic() - started:.0f} s; limit {options.limit:g} MB per 1,000 steps")
+    print(f"{options.steps:,} steps in {time.monotonic() - started:.0f} s; limit {LIMIT_MB:g} MB per 1,000 steps")
     growths = []
     for share in FROM:
         late_N = steps_N >= share * options.steps
@@ -92,7 +90,7 @@ def check_train(folder: Path, options: argparse.Namespace) -> bool:
         )
         growths.append(growth)
         print(f"from {share:.0%} on: {growth:+.3f} MB per 1,000 steps resident ({anonymous:+.3f} anonymous)")
-    return max(growths) < options.limit
+    return max(growths) < LIMIT_MB
 
 
 def check_prepare(folder: Path, options: argparse.Namespace) -> bool:
@@ -101,10 +99,9 @@ def check_prepare(folder: Path, options: argparse.Namespace) -> bool:
     if (free := shutil.disk_usage(folder).free) < 3 * text_bytes:
         sys.exit(f"{folder}: {free / 1e9:.1f} GB free, expected {3 * text_bytes / 1e9:.1f}; give another --directory")
     write_text(folder / "web.jsonl", text_bytes, seed=0)
-    tokenizer = {"kind": "byte"} if options.tokenizer == "byte" else {"kind": "bpe", "vocab_size": 4096}
     config = {
         "name": "memory",
-        "tokenizer": tokenizer,
+        "tokenizer": {"kind": "bpe", "vocab_size": 4096},
         "model": {"preset": "tiny"},
         "sources": {"web": {"path": str(folder / "web.jsonl"), "held_out": "1%"}},
         "phases": [{"name": "all", "until": "end", "mixture": {"web": 1.0}}],
@@ -124,10 +121,10 @@ def check_prepare(folder: Path, options: argparse.Namespace) -> bool:
         sys.exit(f"prepare ended with exit code {process.returncode}")
     source_gb = (folder / "web.jsonl").stat().st_size / 1e9
     print(
-        f"prepare of {source_gb:.2f} GB ({options.tokenizer}): {peak:,.0f} MB resident at the peak "
-        f"({peak_anonymous:,.0f} anonymous), {time.monotonic() - started:.0f} s; limit {options.limit_gb * 1000:,.0f}"
+        f"prepare of {source_gb:.2f} GB: {peak:,.0f} MB resident at the peak "
+        f"({peak_anonymous:,.0f} anonymous), {time.monotonic() - started:.0f} s; limit {LIMIT_GB * 1000:,.0f}"
     )
-    return peak < options.limit_gb * 1000
+    return peak < LIMIT_GB * 1000
 
 
 def start(command: str, folder: Path, config: dict, *options: str) -> subprocess.Popen:

@@ -4,10 +4,9 @@
     make parity    # or: pip install 'curriculum[judge]'
     python tools/judge_with_lm_eval.py runs/base --sets general domain
 
-Exports the run as a Hugging Face folder, or takes the one that --folder names, which must be of the same step. Writes
-the documents of each eval set and a task over them into a folder, runs lm-eval on it offline (output type
-loglikelihood_rolling, the model in float32 through transformers), and compares bits per byte with those of `curriculum
-eval`. Prints a Markdown table; exits with 1 if they differ by more than --tolerance.
+Exports the run as a Hugging Face folder, writes the documents of each eval set and a task over them into another, runs
+lm-eval on it offline (output type loglikelihood_rolling, the model in float32 through transformers), and compares bits
+per byte with those of `curriculum eval`. Prints a Markdown table; exits with 1 if they differ by more than --tolerance.
 
 What must agree for that, and how:
 
@@ -39,9 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="eval sets of the run (default: all of them)")
     parser.add_argument("--step", metavar="latest|gold|STEP", help="which checkpoint (default: gold, or latest)")
     parser.add_argument("--weights", default="raw", help="raw, ema or mean:PHASE (default: raw)")
-    parser.add_argument("--folder", type=Path, help="an export of that step as hf (default: one is made, and removed)")
     parser.add_argument("--store-dir", type=Path, help="as in `curriculum eval`")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows at a time in lm-eval (default: 16)")
     parser.add_argument(
         "--tolerance", type=float, default=1e-3, help="most bits per byte of difference (default: 0.001)"
     )
@@ -56,13 +53,12 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             ours = evaluate(args.run, sets=args.sets, **checkpoint, **stores)
-            folder = args.folder or Path(scratch) / "exported"
-            if args.folder is None:
-                export(args.run, folder, format="hf", **checkpoint)
+            folder = Path(scratch) / "exported"
+            export(args.run, folder, format="hf", **checkpoint)
             documents = {name: documents_of(args.run, evalset) for name, evalset in ours.evalsets.items()}
         except InputError as error:
             parser.exit(2, f"{error}\n")
-        theirs = judged(folder, documents, Path(scratch), ours, args.batch_size)
+        theirs = judged(folder, documents, Path(scratch), ours)
     figures = {name: compared(ours, name, documents[name], theirs[name]) for name in documents}
     print("\n".join(table(figures)))
     write_json(args.json, figures)
@@ -102,7 +98,7 @@ def documents_of(run: Path, evalset) -> dict[int, str]:
     return texts
 
 
-def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) -> dict[str, dict[int, float]]:
+def judged(folder: Path, documents: dict, scratch: Path, ours) -> dict[str, dict[int, float]]:
     """The nats that lm-eval gives each document of each set."""
     if not any(documents.values()):
         return {name: {} for name in documents}
@@ -118,7 +114,7 @@ def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) 
         dtype="float32",
         device="cuda" if torch.cuda.is_available() else "cpu",
         max_length=seq_len.pop(),
-        batch_size=batch_size,
+        batch_size=16,
         add_bos_token=False,
     )
     tasks = {f"curriculum_{name}": name for name, texts in documents.items() if texts}

@@ -25,9 +25,7 @@ SETS = ("general", "domain", "code")
 def main(argv: list[str] | None = None) -> None:
     parser = json_parser(__doc__)
     parser.add_argument("--replay", nargs="+", type=float, default=[0, 0.01, 0.05, 0.2], help="shares to compare")
-    parser.add_argument("--base-steps", type=int, help="updates of the base run (default: as in its config)")
     parser.add_argument("--steps", type=int, help="updates of each adaptation (default: as in its config)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], help="KEY=VALUE for the adaptations")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/study_replay"), help="where the runs go")
     args = parser.parse_args(argv)
     if len(set(args.replay)) < len(args.replay) or not all(0 <= share < 1 for share in args.replay):
@@ -35,13 +33,14 @@ def main(argv: list[str] | None = None) -> None:
 
     from curriculum.errors import InputError
 
+    steps = [] if args.steps is None else [f"train.steps={args.steps}"]
     try:
         base = args.output_dir / "base"
-        run("adaptation_base.yaml", base, steps(args.base_steps))
+        run("adaptation_base.yaml", base, [])
         results = []
         for share in args.replay:
             replay = {"docs": share / 2, "python": share / 2} if share else {}
-            overrides = [*steps(args.steps), *args.overrides, f"adaptation.replay={json.dumps(replay)}"]
+            overrides = [*steps, f"adaptation.replay={json.dumps(replay)}"]
             run_dir = args.output_dir / f"replay-{share:g}"
             complete = run("adaptation.yaml", run_dir, overrides, init_from=str(base))
             results.append({"replay": share, **measure(run_dir, complete["total_steps"], replay)})
@@ -50,10 +49,6 @@ def main(argv: list[str] | None = None) -> None:
     add_removed(results)
     print("\n".join(table(results)))
     write_json(args.json, results)
-
-
-def steps(count: int | None) -> list[str]:
-    return [] if count is None else [f"train.steps={count}"]
 
 
 def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
