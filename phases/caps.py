@@ -29,35 +29,15 @@ def phase_segments(
     run does. Appends to `warnings`. Raises ScheduleError if a source with `on_exhaust: error` would exceed its cap, if
     no source is left, or if the goal is not reached.
     """
-    exhausted: list[tuple[int, str]] = []
-    warned = len(warnings)
-    found = _until_the_end(declared, segment, supplies, warnings, exhausted)
-    warnings[warned:warned] = _told(segment.phase, exhausted)
-    return found
-
-
-def _told(phase: str, exhausted: Sequence[tuple[int, str]]) -> list[str]:
-    """Warnings of the (step, source) from which a phase continues without a source; of many, one for all of them."""
-    told = [f"from step {step} on, phase {phase} continues without {name}" for step, name in exhausted]
-    if len(told) <= MOST_TOLD:
-        return [f"{line}, which is exhausted" for line in told]
-    named = ", ".join(name for _, name in exhausted[1:MOST_TOLD])
-    more = f"{len(told) - 1} more are exhausted in it, the last at step {exhausted[-1][0]}"
-    return [f"{told[0]}, which is exhausted; {more}: {named}, ..."]
-
-
-def _until_the_end(
-    declared: Declared,
-    segment: Segment,
-    supplies: Mapping[str, SourceSupply],
-    warnings: list[str],
-    exhausted: list[tuple[int, str]],
-) -> tuple[list[Segment], bool]:
-    """Do what `phase_segments` does; appends to `exhausted` the steps and names of what the phase goes on without."""
-    path, goal = declared.path, declared.goal
+    path, goal, phase = declared.path, declared.goal, segment.phase
+    exhausted: list[tuple[int, str]] = []  # the steps and names of what the phase goes on without
 
     def fail(key, message):
         raise ScheduleError([(key, message)])
+
+    def ended(segments, why_it_stops=None):
+        warnings.extend([*_told(phase, exhausted), *([why_it_stops] if why_it_stops else [])])
+        return segments, why_it_stops is not None
 
     if goal and segment.aligned().cursors[goal.source] >= goal.tokens:
         message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
@@ -69,22 +49,22 @@ def _until_the_end(
         if goal:
             end = first_above(segment, goal.source, goal.tokens - 1, step)
             if end is not None:
-                return [*segments, replace(segment, end=end)], False
+                return ended([*segments, replace(segment, end=end)])
             if name is None:
                 read = segment.cursors_at(segment.end)[goal.source] / supplies[goal.source].num_tokens
                 by_then = f"{math.floor(1000 * read) / 1000:g} by then"  # rounded down: it is less than asked for
                 message = f"{goal.text!r} is not reached before the run's end at step {segment.end} ({by_then})"
                 fail(f"{path}.until", f"{message}; ask for fewer epochs, raise train.steps or the source's proportion")
         if name is None:
-            return [*segments, segment], False
+            return ended([*segments, segment])
         supply = supplies[name]
         before = [*segments, replace(segment, end=step)] if step > segment.start else segments
         over_by_rounding = goal is not None and name == goal.source and _within_cap(goal, supply)
         if over_by_rounding and before and supply.on_exhaust != "stop":
-            return before, False
+            return ended(before)
         if supply.on_exhaust == "error":
             message = (
-                f"step {step} (phase {segment.phase}) would read more than {supply.cap_text} of {name} "
+                f"step {step} (phase {phase}) would read more than {supply.cap_text} of {name} "
                 f"({supply.num_tokens:,} tokens an epoch); shorten the phase, lower its proportion, raise "
                 "max_epochs, or set on_exhaust to stop, renormalise or repeat"
             )
@@ -103,14 +83,23 @@ def _until_the_end(
             if over_by_rounding:
                 why += f", and the update that reaches {goal.text!r} would read more; with on_exhaust error or "
                 why += "renormalise the phase ends here instead, and the run continues"
-            warnings.append(why)
-            return segments, True
+            return ended(segments, why)
         if goal and name == goal.source:
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}, after max_epochs "
             fail(f"{path}.until", f"{message}{supply.max_epochs:g}; ask for fewer epochs or raise it")
         exhausted.append((step, name))
         # Of a source that is taken out before the phase reads it, nothing is passed over.
         segment = _without(as_found if step == segment.start else segment, name, step, path)
+
+
+def _told(phase: str, exhausted: Sequence[tuple[int, str]]) -> list[str]:
+    """Warnings of the (step, source) from which a phase continues without a source; of many, one for all of them."""
+    told = [f"from step {step} on, phase {phase} continues without {name}" for step, name in exhausted]
+    if len(told) <= MOST_TOLD:
+        return [f"{line}, which is exhausted" for line in told]
+    named = ", ".join(name for _, name in exhausted[1:MOST_TOLD])
+    more = f"{len(told) - 1} more are exhausted in it, the last at step {exhausted[-1][0]}"
+    return [f"{told[0]}, which is exhausted; {more}: {named}, ..."]
 
 
 def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, SourceSupply]) -> bool:
