@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from written_run import command
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("curriculum", "phases", "evalsets")
@@ -105,31 +106,13 @@ def test_package_files_hold_a_docstring_and_nothing_else():
     ids=" ".join,
 )
 def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
-    code, modules, _ = command(arguments, quickstart_folders)
+    code, _, _, modules = command(*arguments, cwd=quickstart_folders)
     wrong = arguments[0] in ("export", "eval", "generate") and "--help" not in arguments
     wrong |= "no-such-file.yaml" in arguments or "--init-from" in arguments
     assert code == (2 if wrong else 0)
     assert not modules & set(HEAVY)
     if arguments in (["--help"], ["generate", "--help"], ["eval", "--help"]):
         assert not modules & {"numpy", "pydantic", "yaml"}
-
-
-def command(arguments: list[str], folder: Path) -> tuple[int, set[str], str]:
-    """A command's exit code, all modules that it imported, and what it printed."""
-    script = (
-        "import json, sys\n"
-        "from curriculum.cli.main import main\n"
-        f"sys.argv = ['curriculum', *{arguments!r}]\n"
-        "try:\n"
-        "    main()\n"
-        "except SystemExit as end:\n"
-        "    print(end.code or 0, json.dumps(sorted(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *shown, last = done.stdout.splitlines()
-    code, _, modules = last.partition(" ")
-    return int(code), set(json.loads(modules)), "\n".join(shown)
 
 
 def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
@@ -144,8 +127,8 @@ def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
     (quickstart_folders / "data/quickstart/python/x.txt").write_text("some other words, enough for a window")
     (quickstart_folders / "data/quickstart/docs/x.txt").write_text("a text that is long enough for a few sequences")
     (quickstart_folders / "c.json").write_text(json.dumps(data))
-    assert command(["prepare", "c.json"], quickstart_folders)[0] == 0
-    code, modules, shown = command(["plan", "c.json"], quickstart_folders)
+    assert command("prepare", "c.json", cwd=quickstart_folders)[0] == 0
+    code, shown, _, modules = command("plan", "c.json", cwd=quickstart_folders)
     assert code == 0 and not modules & set(HEAVY)
     # Nor what costs a plan time and is of no use to it: `np.unique` imports the first, and the JSON schema the second.
     assert "curriculum.plan" in modules
@@ -195,9 +178,9 @@ def test_a_plan_that_begins_from_a_hugging_face_folder_imports_nothing_heavy(qui
     model = ModelConfig(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, d_model=8, d_ff=8, max_seq_len=256)
     (folder / "config.json").write_text(json.dumps(hf_config_of(model, bos=0, eos=0)))
     arguments = ["plan", "configs/adaptation.yaml", "--init-from", "hf"]
-    assert command(arguments, quickstart_folders)[0] == 2  # the weights are not there yet
+    assert command(*arguments, cwd=quickstart_folders)[0] == 2  # the weights are not there yet
     save_file({t.name: np.zeros(t.shape, np.float32) for t in hf_layout(model)}, folder / "model.safetensors")
-    code, modules, shown = command(arguments, quickstart_folders)
+    code, shown, _, modules = command(*arguments, cwd=quickstart_folders)
     assert code == 0 and not modules & {*HEAVY, "tokenizers", "ml_dtypes"}
     assert "begins with the parameters of a llama model (hf)" in shown
 

@@ -200,8 +200,8 @@ def offender(
     }
 
 
-def command(*arguments: str) -> tuple[int, str, str, set[str]]:
-    """Exit code, output, errors and the packages imported by a command of this program."""
+def command(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str, set[str]]:
+    """Exit code, output, errors and the modules imported by a command of this program."""
     script = (
         "import json, sys\n"
         "from curriculum.cli.main import main\n"
@@ -209,8 +209,8 @@ def command(*arguments: str) -> tuple[int, str, str, set[str]]:
         "try:\n"
         "    main()\n"
         "finally:\n"
-        "    print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})), file=sys.stderr)\n"
+        "    print(json.dumps(sorted(sys.modules)), file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True)
     *errors, modules = done.stderr.splitlines()
     return done.returncode, done.stdout, "\n".join(errors), set(json.loads(modules))
