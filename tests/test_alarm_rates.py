@@ -18,16 +18,20 @@ class Simulation:
 
     Or it falls by `fall` of the number of evals so far. A checkpoint's mean moves by an AR(1) of standard deviation
     `jitter`; each document adds noise of its own, which gives the difference of two evals a standard error of
-    `item_error`.
+    `item_error`. The level is that of `num_evals` of `num_sets` sets.
     """
 
-    def __init__(self, rng, lead, rho, tolerance, fall=lambda k: 0.0, item_error=ITEM_ERROR, jitter=JITTER):
+    def __init__(
+        self, rng, lead, rho, tolerance, fall=lambda k: 0.0, item_error=ITEM_ERROR, jitter=JITTER,
+        *, num_evals=NUM_EVALS, num_sets=NUM_SETS, phase_ends=PHASE_ENDS,
+    ):  # fmt: skip
         self.rng, self.lead, self.rho, self.tolerance, self.fall, self.sd = rng, lead, rho, tolerance, fall, jitter
         self.per_document = item_error * math.sqrt(NUM_DOCUMENTS / 2)
         self.tokens_N, self.document_N = regular(NUM_DOCUMENTS, 512)
         self.jitter, self.rise, self.k, self.phase = rng.normal(0, jitter, lead), np.zeros(lead), 0, 0
         self.watched = begin(0, -1, self.nats(), self.tokens_N)
-        self.level = error_level(0.95, 0.0, NUM_SETS * NUM_EVALS * 3, NUM_SETS * NUM_EVALS * 3)
+        self.phase_ends, planned = phase_ends, num_sets * num_evals * 3
+        self.level = error_level(0.95, 0.0, planned, planned)
 
     def nats(self):
         own = self.rng.normal(0, self.per_document, (*self.lead, NUM_DOCUMENTS))
@@ -48,18 +52,21 @@ class Simulation:
             tolerance=self.tolerance,
             level=self.level,
         )
-        if self.k in PHASE_ENDS:
+        if self.k in self.phase_ends:
             self.watched = begin_phase(self.watched, 100 * self.k, nats)
             self.phase += 1
         return seen
 
 
-def alarmed_share(rng, num_runs, *settings, **more):
+def alarmed_share(rng, num_runs, *settings, num_evals=NUM_EVALS, note=lambda seen: None, **more):
     alarmed = 0
     for _ in range(num_runs // BLOCK):
-        simulation, any_alarm = Simulation(rng, (BLOCK, NUM_SETS), *settings, **more), np.zeros(BLOCK, bool)
-        for _ in range(NUM_EVALS):
-            any_alarm |= np.any(simulation.eval().states_B == REGRESSED, axis=(1, 2))
+        simulation = Simulation(rng, (BLOCK, NUM_SETS), *settings, num_evals=num_evals, **more)
+        any_alarm = np.zeros(BLOCK, bool)
+        for _ in range(num_evals):
+            seen = simulation.eval()
+            any_alarm |= np.any(seen.states_B == REGRESSED, axis=(1, 2))
+            note(seen)
         alarmed += int(np.count_nonzero(any_alarm))
     print(f"{settings} {more}: any alarm in {alarmed} of {num_runs} runs")
     return alarmed / num_runs
@@ -126,19 +133,15 @@ def test_two_evals_that_are_much_alike_make_no_false_alarms(close, tolerance):
 @pytest.mark.parametrize("tolerance", [0.0, 0.01])
 def test_runs_in_which_nothing_gets_worse(rho, tolerance):
     rng = np.random.default_rng([6, int(10 * rho), int(100 * tolerance)])
-    num_runs, alarmed, item_errors, spent = 2000, 0, [], 0.0
-    for _ in range(num_runs // BLOCK):
-        simulation, any_alarm = Simulation(rng, (BLOCK, NUM_SETS), rho, tolerance), np.zeros(BLOCK, bool)
-        for _ in range(NUM_EVALS):
-            seen = simulation.eval()
-            any_alarm |= np.any(seen.states_B == REGRESSED, axis=(1, 2))
-            item_errors.append(np.mean(seen.sem_item_B[..., START]))
-            spent += float(np.sum(seen.spent)) / num_runs
-        alarmed += int(np.count_nonzero(any_alarm))
-    print(f"rho {rho}, tolerance {tolerance}: any alarm in {alarmed} of {num_runs} runs")
+    item_errors, spent = [], []
+
+    def note(seen):
+        item_errors.append(np.mean(seen.sem_item_B[..., START]))
+        spent.append(np.sum(seen.spent) / 2000)
+
+    assert alarmed_share(rng, 2000, rho, tolerance, note=note) <= 0.05
     assert np.mean(item_errors) == pytest.approx(ITEM_ERROR, rel=0.02)  # the noise is what the test says it is
-    assert 0.0225 < spent <= 0.0375
-    assert alarmed <= 0.05 * num_runs
+    assert 0.0225 < sum(spent) <= 0.0375
 
 
 @pytest.mark.parametrize(
@@ -148,8 +151,7 @@ def test_runs_in_which_nothing_gets_worse(rho, tolerance):
 def test_a_steep_rise_amid_the_phase_of_a_run_of_twenty_evals_is_found_by_the_fourth(jitter, fall, at_least):
     """It bends the curve that the scatter is measured about, of which few evals are known."""
     fallen = lambda k: fall * (1 - 0.8 ** min(k, 6))  # noqa: E731
-    simulation = Simulation(np.random.default_rng(12), (500,), 0.0, 0.01, fallen, item_error=0.01, jitter=jitter)
-    simulation.level = error_level(0.95, 0.0, NUM_SETS * 20 * 3, NUM_SETS * 20 * 3)
+    simulation = Simulation(np.random.default_rng(12), (500,), 0.0, 0.01, fallen, 0.01, jitter, num_evals=20)
     for _ in range(6):
         assert np.mean(simulation.eval().states_B == REGRESSED) == 0
     found = np.zeros(500, bool)
@@ -164,14 +166,11 @@ def test_a_steep_rise_amid_the_phase_of_a_run_of_twenty_evals_is_found_by_the_fo
 @pytest.mark.parametrize(
     ("item_error", "jitter", "at_least"), [(0.03, 0.02, 0.95), (0.02, 0.01, 0.98), (0.03, 0.05, 0.5)]
 )
-def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(
-    monkeypatch, item_error, jitter, at_least, phase_ends
-):
+def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(item_error, jitter, at_least, phase_ends):
     """A run from random parameters, whose loss falls by 0.65 in each of two evals, by 0.06 in each later one."""
-    monkeypatch.setitem(globals(), "PHASE_ENDS", phase_ends)
     fall = lambda k: 0.59 * min(k, 2) + 0.06 * min(k, 10)  # noqa: E731
-    simulation = Simulation(np.random.default_rng(13), (500,), 0.0, 0.05, fall, item_error=item_error, jitter=jitter)
-    simulation.level = error_level(0.95, 0.0, 2 * 20 * 3, 2 * 20 * 3)
+    planned = {"num_evals": 20, "num_sets": 2, "phase_ends": phase_ends}
+    simulation = Simulation(np.random.default_rng(13), (500,), 0.0, 0.05, fall, item_error, jitter, **planned)
     for _ in range(10):
         assert np.mean(simulation.eval().states_B == REGRESSED) == 0
     found = np.zeros(500, bool)
@@ -183,20 +182,11 @@ def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(
 
 
 @pytest.mark.parametrize(("rho", "jitter", "at_most"), [(0.0, 0.02, 0.01), (0.5, 0.02, 0.01), (0.0, 0.03, 0.02)])
-def test_a_steep_start_of_a_run_of_twenty_evals_makes_no_false_alarms(monkeypatch, rho, jitter, at_most):
-    monkeypatch.setitem(globals(), "PHASE_ENDS", (10,))
-    alarmed = 0
+def test_a_steep_start_of_a_run_of_twenty_evals_makes_no_false_alarms(rho, jitter, at_most):
     rng = np.random.default_rng([14, int(100 * jitter), int(10 * rho)])
-    for _ in range(10):
-        fall = lambda k: 2.5 * (1 - 0.5**k)  # noqa: E731
-        simulation = Simulation(rng, (BLOCK, NUM_SETS), rho, 0.0, fall, item_error=0.01, jitter=jitter)
-        simulation.level = error_level(0.95, 0.0, NUM_SETS * 20 * 3, NUM_SETS * 20 * 3)
-        any_alarm = np.zeros(BLOCK, bool)
-        for _ in range(20):
-            any_alarm |= np.any(simulation.eval().states_B == REGRESSED, axis=(1, 2))
-        alarmed += int(np.count_nonzero(any_alarm))
-    print(f"rho {rho}, jitter {jitter}: any alarm in {alarmed} of {10 * BLOCK} runs")
-    assert alarmed <= at_most * 10 * BLOCK
+    fall = lambda k: 2.5 * (1 - 0.5**k)  # noqa: E731
+    planned = {"num_evals": 20, "phase_ends": (10,)}
+    assert alarmed_share(rng, 1000, rho, 0.0, fall, 0.01, jitter, **planned) <= at_most
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.5])
