@@ -88,11 +88,6 @@ def test_clusters_of_few_documents_are_twenty_blocks():
     assert kind == "blocks" and cluster_N.tolist() == list(range(20))
 
 
-def test_clusters_of_few_windows_are_documents():
-    cluster_N, kind = clusters(np.array([4, 4, 4, 7, 7]))
-    assert kind == "documents" and cluster_N.tolist() == [0, 0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(
     "num_documents, num_windows, num", [(1, 1, 1), (5, 19, 5), (5, 20, 20), (19, 60, 20), (20, 60, 20), (21, 21, 21)]
 )

@@ -56,20 +56,32 @@ def assert_equal(got, expected):
         assert np.array_equal(getattr(got, field), array), field
 
 
-def loop_over_tokens(documents):
-    """Per document, in float64, a token at a time: (nats, correct, tokens, bytes)."""
+def traced(traces, score=tiny_scores):
+    """Scores that note the shapes of each tracing."""
+
+    def scores(params, inputs_BT, targets_BT):
+        traces.append((inputs_BT.shape, targets_BT.shape))
+        return score(params, inputs_BT, targets_BT)
+
+    return scores
+
+
+def loop_over_tokens(documents, scored=None):
+    """Per document, in float64, a token at a time: (nats, correct, tokens, bytes); all are scored, or those of masks."""
     params = {name: array.astype(np.float64) for name, array in tiny_params().items()}
     rows = []
-    for document in documents:
+    for i, document in enumerate(documents):
         nats = correct = 0
         prefixed = [EOT, *document.tolist()]
-        for t, target in enumerate(prefixed[1:]):
+        targets = np.arange(len(document)) if scored is None else np.flatnonzero(scored[i])
+        for t in targets.tolist():
+            target = document[t]
             context = params["embed_VD"][prefixed[t - t % SEQ_LEN : t + 1]]
             hidden = np.tanh(context[-1] + context.mean(axis=0) @ params["context_DD"])
             logits = hidden @ params["head_DV"]
             nats += math.log(sum(math.exp(x) for x in logits)) - logits[target]
             correct += int(np.argmax(logits) == target)
-        rows.append((nats, correct, len(document), int(sum(document))))
+        rows.append((nats, correct, len(targets), int(TOKEN_BYTES_V[document[targets]].sum())))
     return np.array(rows).T
 
 
@@ -114,17 +126,7 @@ def test_answers_equal_a_float64_loop():
     documents, scored = answers_of(tiny_documents(seed=3, num_documents=30), seed=1)
     evalset = cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN, scored=scored)
     assert 0 < evalset.num_windows < cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN).num_windows
-    params = {name: array.astype(np.float64) for name, array in tiny_params().items()}
-    nats = correct = tokens = num_bytes = 0
-    for document, mask in zip(documents, scored, strict=True):
-        prefixed = [EOT, *document.tolist()]
-        for t in np.flatnonzero(mask).tolist():
-            context = params["embed_VD"][prefixed[t - t % SEQ_LEN : t + 1]]
-            hidden = np.tanh(context[-1] + context.mean(axis=0) @ params["context_DD"])
-            logits = hidden @ params["head_DV"]
-            nats += math.log(sum(math.exp(x) for x in logits)) - logits[document[t]]
-            correct += int(np.argmax(logits) == document[t])
-            tokens, num_bytes = tokens + 1, num_bytes + int(TOKEN_BYTES_V[document[t]])
+    nats, correct, tokens, num_bytes = loop_over_tokens(documents, scored).sum(axis=1)
     assert 100 < tokens < sum(map(len, documents))
     results = Suite([evalset], tiny_scores, micro_batch_size=4).run(tiny_params())["set"]
     summary = summarise(results)
@@ -220,12 +222,7 @@ def test_independent_of_device_count(micro_batches_of_16):
 
 def test_traced_once_over_four_sets_and_several_evals():
     traces = []
-
-    def counted(params, inputs_BT, targets_BT):
-        traces.append((inputs_BT.shape, targets_BT.shape))
-        return tiny_scores(params, inputs_BT, targets_BT)
-
-    suite = Suite(four_evalsets(), counted, micro_batch_size=8)
+    suite = Suite(four_evalsets(), traced(traces), micro_batch_size=8)
     assert not traces
     first = suite.run(tiny_params())
     second = suite.run({name: array * 2 for name, array in tiny_params().items()})
@@ -241,15 +238,14 @@ def test_another_function_over_the_same_windows():
         placed.append(array)
         return jax.device_put(array)
 
-    def halved(params, inputs_BT, targets_BT):
-        traces.append(inputs_BT.shape)
-        scores = tiny_scores(params, inputs_BT, targets_BT)
+    def halved(*arguments):
+        scores = tiny_scores(*arguments)
         return scores | {"nats": scores["nats"] / 2}
 
     suite = Suite(four_evalsets(), tiny_scores, micro_batch_size=8, put=put)
     num_placed = len(placed)
     expected = suite.run(tiny_params())
-    other = suite.using(summed_by_window(halved))
+    other = suite.using(summed_by_window(traced(traces, halved)))
     assert not traces
     found, again = other.run(tiny_params()), other.run(tiny_params(), ["b"])
     assert (len(traces), len(placed)) == (1, num_placed)
@@ -263,13 +259,8 @@ def test_another_function_over_the_same_windows():
 
 def test_compiled_before_there_are_parameters():
     evalsets, traces = four_evalsets(), []
-
-    def counted(params, inputs_BT, targets_BT):
-        traces.append(inputs_BT.shape)
-        return tiny_scores(params, inputs_BT, targets_BT)
-
     expected = Suite(evalsets, tiny_scores, 16).run(tiny_params())
-    suite = Suite(evalsets, counted, 16)
+    suite = Suite(evalsets, traced(traces), 16)
     suite.compile(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params()))
     assert len(traces) == 1
     results = suite.run(tiny_params())
