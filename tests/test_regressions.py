@@ -32,6 +32,20 @@ def regular(num_documents=37, tokens=16):
     return np.full(num_documents, tokens), np.arange(num_documents)
 
 
+TOKENS_N = regular()[0]
+
+
+def through(evals, tolerance=0.0, level=LEVEL, *, phases=None, first_phase=-1, tokens_N=TOKENS_N):
+    """(memory, comparisons) of evals at steps 0, 1, ...: the losses of all windows, or their nats; one is a document."""
+    evals = [tokens_N * one if np.ndim(one) == 0 else one for one in evals]
+    watched, comparisons = begin(0, first_phase, evals[0], tokens_N), []
+    for step, nats_N in enumerate(evals[1:], 1):
+        phase, document_N = 0 if phases is None else phases[step - 1], np.arange(len(tokens_N))
+        watched, seen = observe(watched, step, phase, nats_N, tokens_N, document_N, tolerance=tolerance, level=level)
+        comparisons.append(seen)
+    return watched, comparisons
+
+
 # The rule, told once more and slowly
 
 
@@ -173,21 +187,15 @@ def test_every_number_of_a_run_agrees_with_loops_and_polyfit(curve, kinds):
 def test_the_steep_way_from_an_untrained_model_to_the_first_eval_is_no_scatter():
     # 4, 3.9, 3.8, 3.76 are 0.012, -0.006, -0.024, 0.018 from their line, which falls by 0.082 an eval: their squares sum
     # to 0.00108, with 2 degrees of freedom. No document differs from another, so nothing else is known of the jitter.
-    tokens_N, document_N = regular()
-    watched = begin(0, -1, tokens_N * 11.0, tokens_N)
-    for k, loss in enumerate([4.0, 3.9, 3.8, 3.76], 1):
-        watched, _ = observe(watched, k, 0, tokens_N * loss, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    watched, _ = through([11.0, 4.0, 3.9, 3.8, 3.76])
     scatter = checkpoint_jitter(watched, np.asarray(math.nan))
     assert (scatter.jitter, scatter.nu, scatter.df) == pytest.approx((math.sqrt(0.00054), 2, 7), rel=1e-9)
 
 
 def test_the_fall_that_a_run_begins_with_is_no_scatter():
     # After three evals the losses are 0.01 (+-, --, ++) off a line, 0.04 an eval. Nothing else is known of the jitter.
-    tokens_N, document_N = regular()
     settled = [3.0 - 0.04 * k + 0.01 * sign for k, sign in enumerate([1, -1, -1, 1, 1, -1])]
-    watched = begin(0, -1, tokens_N * 11.0, tokens_N)
-    for k, loss in enumerate([9.0, 5.0, 3.2, *settled], 1):
-        watched, _ = observe(watched, k, 0, tokens_N * loss, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    watched, _ = through([11.0, 9.0, 5.0, 3.2, *settled])
     scatter = checkpoint_jitter(watched, np.asarray(math.nan))
     (rss,) = np.polyfit(np.arange(6), settled, 1, full=True)[1]
     assert 0.0005 < rss < 0.0006 and (scatter.jitter, scatter.nu) == pytest.approx((math.sqrt(rss / 4), 4), rel=1e-9)
@@ -195,13 +203,10 @@ def test_the_fall_that_a_run_begins_with_is_no_scatter():
 
 def test_what_does_not_only_fall_at_first_is_scatter():
     """A rise amid it, a later phase, and a phase whose start is beyond the memory."""
-    tokens_N, document_N = regular()
     settled = [3.0 - 0.04 * k + 0.01 * sign for k, sign in enumerate([1, -1, -1, 1, 1, -1])]
 
     def jitter(losses, phase=0, before=()):
-        watched = begin(0, -1, tokens_N * 11.0, tokens_N)
-        for k, (loss, of) in enumerate([*((x, 0) for x in before), *((x, phase) for x in losses)], 1):
-            watched, _ = observe(watched, k, of, tokens_N * loss, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+        watched, _ = through([11.0, *before, *losses], phases=[0] * len(before) + [phase] * len(losses))
         return float(checkpoint_jitter(watched, np.asarray(math.nan)).jitter)
 
     assert jitter([9.0, 5.0, 3.2, *settled]) < 0.02
@@ -214,15 +219,13 @@ def test_what_does_not_only_fall_at_first_is_scatter():
 
 @pytest.mark.parametrize("fall", [lambda k: 3 * 0.9**k, lambda k: 2 / (1 + k / 5)])
 def test_the_curvature_of_a_falling_loss_is_hardly_scatter(fall):
-    tokens_N, document_N = regular()
-    rng, watched = np.random.default_rng(3), begin(0, -1, tokens_N * 11.0, tokens_N)
-    for k in range(1, 25):
-        nats_N = tokens_N * (3 + fall(k) + rng.normal(0, 0.01))
-        watched, seen = observe(watched, k, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=LEVEL)
+    rng = np.random.default_rng(3)
+    losses = [11.0, *(3 + fall(k) + rng.normal(0, 0.01) for k in range(1, 25))]
+    watched, (*_, seen) = through(losses, 0.01)
     _, line = np.polyfit(np.arange(1, 25), watched.history_losses_H, 1, full=True)[:2]
     assert math.sqrt(line[0] / 22) > 0.08  # what a line leaves
     assert 0.005 < seen.jitter < 0.03 and seen.detectable < 0.3
-    _, jumped = observe(watched, 25, 0, tokens_N * (3.4 + fall(24)), tokens_N, document_N, tolerance=0.01, level=LEVEL)
+    _, (*_, jumped) = through([*losses, 3.4 + fall(24)], 0.01)
     assert jumped.states_B[BEST] == REGRESSED
 
 
@@ -325,26 +328,21 @@ def test_ok_warned_regressed_recovered(tolerance):
 
 def test_an_alarm_does_not_end_because_the_error_grew():
     """t falls below 1 with the scatter of later evals, while the rise is beyond the error that the alarm had, 0.005."""
-    tokens_N, document_N = np.full(41, 10), np.arange(41)
-    watched = begin(0, 0, alternating(2.0, 0.0, tokens_N), tokens_N)
-    told = []
-    for step, (loss, wave) in enumerate([(2.5, 0.01), (2.6, 6.0), (2.1, 6.0), (2.006, 6.0), (2.004, 6.0)], 1):
-        nats_N = alternating(loss, wave, tokens_N)
-        watched, seen = observe(watched, step, 0, nats_N, tokens_N, document_N, tolerance=0.0, level=1e-4)
-        told.append((seen.t_B[START] < 1, int(seen.states_B[START]), int(watched.first_steps_B[START])))
+    tokens_N = np.full(41, 10)
+    evals = [(2.0, 0.0), (2.5, 0.01), (2.6, 6.0), (2.1, 6.0), (2.006, 6.0), (2.004, 6.0)]
+    nats = [alternating(loss, wave, tokens_N) for loss, wave in evals]
+    watched, found = through(nats, level=1e-4, first_phase=0, tokens_N=tokens_N)
+    told = [(seen.t_B[START] < 1, int(seen.states_B[START]), int(seen.first_steps_B[START])) for seen in found]
+    assert np.array_equal(watched.first_steps_B, found[-1].first_steps_B)
     assert told == [(False, REGRESSED, 1), *[(True, REGRESSED, 1)] * 3, (True, OK, -1)]
 
 
 def test_an_alarm_does_not_end_because_nothing_is_known_any_more():
     """A loss of 147 and what follows scatter by more than the rise that is left, 2; the documents tell that it is one."""
-    tokens_N, document_N = np.full(41, 10), np.arange(41)
-    watched = begin(0, -1, alternating(7.0, 0.0, tokens_N), tokens_N)
-    told = []
-    evals = [(loss, 12.0) for loss in (147, 326, 194, 215, 163)] + [(9, 0.5), (7.2, 0.5)]
-    for step, (loss, wave) in enumerate(evals, 1):
-        nats_N = alternating(loss, wave, tokens_N)
-        watched, seen = observe(watched, step, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=1e-4)
-        told.append((seen.t_B[START] < 1, int(seen.states_B[START])))
+    tokens_N = np.full(41, 10)
+    evals = [(7.0, 0.0), *((loss, 12.0) for loss in (147, 326, 194, 215, 163)), (9, 0.5), (7.2, 0.5)]
+    _, found = through([alternating(loss, wave, tokens_N) for loss, wave in evals], 0.01, 1e-4, tokens_N=tokens_N)
+    told = [(seen.t_B[START] < 1, int(seen.states_B[START])) for seen in found]
     # Item errors are wave / sqrt(41): the alarm's error was 3 * 1.87, and 2 is below that; now it is 3 * 0.078.
     assert [state for _, state in told] == [REGRESSED] * 6 + [OK] and told[5][0]
 
@@ -404,13 +402,9 @@ def test_an_alarm_against_the_phase_start_ends_with_the_phase():
 def test_a_jump_amid_a_phase_is_not_forgotten_when_the_line_is_bent_by_it():
     # The evals after the jump are history to the later ones and swell the jitter; t must not fall below 1 for that.
     rng = np.random.default_rng(2)
-    tokens_N, document_N = regular()
-    watched = begin(0, 0, tokens_N * rng.normal(3, 0.01, 37), tokens_N)
-    states = []
-    for k in range(1, 70):
-        nats_N = tokens_N * (rng.normal(3, 0.01, 37) + rng.normal(0, 0.005) + 0.5 * (k >= 30))
-        watched, seen = observe(watched, k, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=1e-4)
-        states.append(seen.states_B.tolist())
+    evals = [16 * rng.normal(3, 0.01, 37)]
+    evals += [16 * (rng.normal(3, 0.01, 37) + rng.normal(0, 0.005) + 0.5 * (k >= 30)) for k in range(1, 70)]
+    states = [seen.states_B.tolist() for seen in through(evals, 0.01, 1e-4, first_phase=0)[1]]
     assert max(states[:29]) < [REGRESSED] * 3 and all(state == [REGRESSED] * 3 for state in states[29:])
 
 
@@ -548,10 +542,7 @@ def test_a_loss_that_is_not_finite_takes_no_part_in_the_jitter(loss, every):
     if every:  # no three are left in a row, but lines are
         noise = np.random.default_rng(0).normal(0, 0.01, 20)
         losses = [loss if k % every == 1 else 3 - 0.01 * k + x for k, x in enumerate(noise.tolist())]
-    tokens_N, document_N = regular()
-    watched = begin(0, 0, tokens_N * losses[0], tokens_N)
-    for k, one in enumerate(losses[1:], 1):
-        watched, _ = observe(watched, k, 0, tokens_N * one, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    watched, _ = through(losses, first_phase=0)
     best = min(range(len(losses)), key=lambda k: losses[k] if math.isfinite(losses[k]) else 9)
     expected = slow_scatter([(k, 0, one) for k, one in enumerate(losses)], 0.0, best)[:3]
     assert checkpoint_jitter(watched, np.asarray(math.nan))[:3] == pytest.approx(expected, rel=1e-9)
@@ -728,15 +719,11 @@ def test_a_set_that_nothing_was_taught_of_is_no_worse_until_it_has_been_better()
 def test_an_uneven_rise_in_the_first_evals_does_not_hide_itself(rise):
     """The item error of a rise grows with it; the scatter of checkpoints, taken from item errors until known, less."""
     rng = np.random.default_rng(4)
-    tokens_N, document_N = regular(36)
     share_N = rng.gamma(4.0, 0.25, 36)  # of the rise by document: mean 1, standard deviation 0.5
     start_N = rng.normal(3, 0.3, 36)
-    watched = begin(0, -1, tokens_N * start_N, tokens_N)
-    alarmed = []
-    for k in range(1, 8):
-        nats_N = tokens_N * (start_N + rng.normal(0, 0.03, 36) + rise * (k - 1) / 6 * share_N)
-        watched, seen = observe(watched, k, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=1e-4)
-        alarmed.append(bool(np.any(seen.states_B == REGRESSED)))
+    later = (start_N + rng.normal(0, 0.03, 36) + rise * k / 6 * share_N for k in range(7))
+    _, found = through([16 * loss_N for loss_N in (start_N, *later)], 0.01, 1e-4, tokens_N=np.full(36, 16))
+    alarmed = [bool(np.any(seen.states_B == REGRESSED)) for seen in found]
     assert alarmed[4:] == [rise > 0] * 3 and not any(alarmed[:2])
 
 
@@ -747,13 +734,9 @@ def test_transfer_by_hand():
     # Losses 4, 3, 2, (not measured), 2.5 of 37 documents of 16 tokens; each end has its own wave about the mean.
     tokens_N, document_N = regular()
     waves = [0.0, 0.02, 0.05, 0.01]
-    start_N, first_N, second_N, last_N = (
-        alternating(loss, wave, tokens_N) for loss, wave in zip((4.0, 3.0, 2.0, 2.5), waves, strict=True)
-    )
-    watched = begin(0, 0, start_N, tokens_N)
-    for k, (nats_N, phase) in enumerate([(first_N, 0), (second_N, 1), (last_N, 3)], 1):
-        watched, _ = observe(watched, k, phase, nats_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
-    got = transfer(watched, [first_N, second_N, None, last_N], tokens_N, document_N)
+    evals = [alternating(loss, wave, tokens_N) for loss, wave in zip((4.0, 3.0, 2.0, 2.5), waves, strict=True)]
+    watched, _ = through(evals, phases=[0, 1, 3], first_phase=0)
+    got = transfer(watched, [*evals[1:3], None, evals[3]], tokens_N, document_N)
     assert got.start == 4.0 and got.best == 2
     assert got.losses == [pytest.approx(3.0), pytest.approx(2.0), None, pytest.approx(2.5)]
     # No phase has 3 evals: the jitter is twice the median of the evals' smallest item errors, (wave of the difference) /
@@ -768,9 +751,7 @@ def test_transfer_counts_the_scatter_of_the_checkpoints():
     tokens_N, document_N = regular()
     losses = [3.2, 3.1, 3.0, 2.9, 2.75, 2.6, 2.52, 2.4, 2.6]
     evals = [alternating(loss, 0.01 * k, tokens_N) for k, loss in enumerate(losses)]
-    watched = begin(0, 0, evals[0], tokens_N)
-    for k in range(1, 9):
-        watched, _ = observe(watched, k, 0, evals[k], tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    watched, _ = through(evals, first_phase=0)
     got = transfer(watched, [evals[7], evals[8]], tokens_N, document_N)
     typical = 0.01 / math.sqrt(37)  # the wave by which each eval differs from the one before, which was the best
     jitter, nu, df, _ = slow_scatter([(k, 0, loss) for k, loss in enumerate(losses)], typical, 7)  # the last eval too
