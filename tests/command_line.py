@@ -25,3 +25,9 @@ def run(folder: Path, *arguments: str) -> CompletedProcess:
         except SystemExit as end:
             code = end.code
     return CompletedProcess(argv, code or 0, out.getvalue(), errors.getvalue())
+
+
+def run_here(*arguments: str) -> tuple[int, str, str]:
+    """(exit code, output, errors) of `curriculum ARGUMENTS...` in the working folder."""
+    done = run(Path(), *arguments)
+    return done.returncode, done.stdout, done.stderr

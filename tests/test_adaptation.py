@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from command_line import run_here as command
 from orbax.checkpoint import StandardCheckpointer
 from tiny_run import worse_from
 
 from curriculum.branch import branch
-from curriculum.cli.main import run_command
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
@@ -139,20 +139,7 @@ def test_or_with_the_optimizer_too_from_any_checkpoint(folder):
     assert int(state.skipped_updates) == 0
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """A command within this process: its exit code, what it printed, and what it said of errors."""
-
-    def called(*arguments):
-        monkeypatch.setattr(sys, "argv", ["curriculum", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run_command()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return called
-
-
-def test_the_command_and_a_resume_without_the_base(folder, command):
+def test_the_command_and_a_resume_without_the_base(folder):
     """No sources, phases, model or tokenizer in the file; afterwards no base, and no options."""
     arguments = ["--init-from", "base", "--dataset-dir", "law=law.txt", "--eval-dataset-dir", "code=code_eval.txt"]
     more = ["--run-dir", "run", "--store-dir", "store"]
@@ -423,7 +410,7 @@ def test_replay_by_hand():
     assert with_replay(phases, {}) == phases
 
 
-def test_the_plan_and_the_resolved_config_show_it(folder, command):
+def test_the_plan_and_the_resolved_config_show_it(folder):
     replay = ["adaptation.replay={web: 0.05}", "train.steps=50", "sources.web.path=web.txt"]
     config = adapted(*replay)
     assert config.phases[0].mixture == {"law": 1.0} and config.adaptation.replay == {"web": 0.05}
@@ -507,7 +494,7 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
     assert not Path("run").exists()
 
 
-def test_prepare_refuses_them_without_a_config(folder, command):
+def test_prepare_refuses_them_without_a_config(folder):
     code, _, errors = command("prepare", "--text", "law.txt", "--init-from", "base")
     assert code == 2 and "--init-from and --keep-optimizer go with CONFIG, not with --text" in errors
 

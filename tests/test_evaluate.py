@@ -5,14 +5,14 @@ import math
 import os
 import re
 import shutil
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import run_here
 
-from curriculum.cli.main import run_command
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.data.prepare import prepare_folder
@@ -373,13 +373,8 @@ def test_a_model_of_ones_own_is_brought_again(folder):
     assert windows(measured.results["law"]) == recorded(4, "law")
 
 
-def test_the_command(folder, monkeypatch, capsys):
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["curriculum", "eval", "run", "--store-dir", "store", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            run_command()
-        return ended.value.code or 0, *capsys.readouterr()
-
+def test_the_command(folder, monkeypatch):
+    command = partial(run_here, "eval", "run", "--store-dir", "store")
     monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", 0.0)
     assert re.match(r"measuring step 4: \d+ of \d+ windows \(\d+%\), ", command()[2])
     monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", math.inf)

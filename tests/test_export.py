@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import run_here
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from tiny_run import tiny_train, write_corpus
@@ -326,9 +327,7 @@ def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
         (["run", "-o", "full/note/x"], "-o full/note/x: cannot be written"),
     ],
 )
-def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, capsys, arguments, words):
-    from curriculum.cli.main import run_command
-
+def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, arguments, words):
     (tmp_path / "run").symlink_to(run)
     for name in ("young", "empty"):
         (tmp_path / name).mkdir()
@@ -339,11 +338,8 @@ def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, capsys, arg
     (tmp_path / "full/note").write_text("kept")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    given = ["curriculum", "export", "--format", "safetensors", "-o", "out", *arguments]  # of two the last counts
-    monkeypatch.setattr(sys, "argv", given)
-    with pytest.raises(SystemExit) as ended:
-        run_command()
-    assert ended.value.code == 2 and f"error: {words}" in capsys.readouterr().err
+    code, _, errors = run_here("export", "--format", "safetensors", "-o", "out", *arguments)  # of two the last counts
+    assert code == 2 and f"error: {words}" in errors
     assert (
         sorted(path.name for path in tmp_path.rglob("*")) == before and (tmp_path / "full/note").read_text() == "kept"
     )
@@ -363,14 +359,9 @@ def test_which_checkpoint_was_taken_is_told_of_a_run_without_a_record_too(tmp_pa
     assert step_text(run, 100, None, "raw") == "step 100 (latest)"
 
 
-def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, capsys):
-    from curriculum.cli.main import run_command
-
+def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch):
     def told(*options):
-        monkeypatch.setattr(sys, "argv", ["curriculum", "export", "run", "--format", "hf", "-o", "out", *options])
-        with pytest.raises(SystemExit):
-            run_command()
-        return capsys.readouterr().err.splitlines()
+        return run_here("export", "run", "--format", "hf", "-o", "out", *options)[2].splitlines()
 
     write_run(tmp_path / "run", {"val": lambda step: 3.0})
     monkeypatch.chdir(tmp_path)
