@@ -73,6 +73,15 @@ def test_settings_of_another_variant_than_step_are_refused(capsys):
     assert "train:n_layer=2: only step takes settings" in capsys.readouterr().err
 
 
+def test_settings_are_of_the_model_or_its_formulation():
+    variant = "step:n_layer=2,layers=scanned,blocks=1,skip=select"
+    config, formulation = bench_step.chosen("small", variant, "bfloat16", "cpu")
+    assert (config.n_layer, config.layers, config.compute_dtype) == (2, "scanned", "bfloat16")
+    assert (formulation.skip, formulation.layers, formulation.qkv) == ("select", "unrolled", "joined")
+    with pytest.raises(SystemExit, match='qv: no such setting\nremat: got "all", expected'):
+        bench_step.chosen("small", "step:qv=apart,remat=all", "float32", "cpu")
+
+
 def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
     """From the same parameters, the same loss and the same parameters after one update; attention has two blocks of queries."""
     monkeypatch.setitem(bench_step.SIZES, "test", (2, 80, 2, 2, 16, 65))
