@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evalsets.metrics import clustered_ratio, clusters, paired_difference
-from evalsets.student import student_quantile
+from evalsets.metrics import clustered_ratio, clusters, paired_difference, student_quantile
 
 BASELINES = ("start", "phase_start", "best")
 START, PHASE_START, BEST = range(3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evalsets.config import RegressionConfig
-from evalsets.metrics import clustered_ratio, paired_difference
+from evalsets.metrics import clustered_ratio, paired_difference, student_quantile
 from evalsets.regressions import (
     BEST,
     OK,
@@ -21,7 +21,6 @@ from evalsets.regressions import (
     observe,
     transfer,
 )
-from evalsets.student import student_quantile
 
 LEVEL = 1e-3
 CRITICAL_7 = 4.785289628638334  # Student's quantile at LEVEL, 7 degrees of freedom (a table: 4.785)

@@ -27,8 +27,7 @@ from curriculum.views.comparison import BITS, NATS, ComparedRuns, ComparedSet, D
 from curriculum.views.config_differences import config_differences
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
-from evalsets.metrics import WindowResults, paired_by_text, paired_difference
-from evalsets.student import student_quantile
+from evalsets.metrics import WindowResults, paired_by_text, paired_difference, student_quantile
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002

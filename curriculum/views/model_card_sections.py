@@ -44,7 +44,7 @@ from curriculum.saved_weights import Weights
 from curriculum.views.compare import paired
 from curriculum.views.inspection import declared_set, edits_of, tolerance_of
 from curriculum.views.inspection_text import by_eval, mixture_text, offender_in
-from evalsets.student import student_quantile
+from evalsets.metrics import student_quantile
 
 _HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "diverged")
 
