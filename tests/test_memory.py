@@ -283,6 +283,12 @@ def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq
     assert 0.89 < estimate / compiled < 1.1
 
 
+def test_scanned_layers_are_not_copied_once_more_where_one_device_uses_them():
+    config = ModelConfig(vocab_size=64, n_layer=4, n_head=2, n_kv_head=2, d_model=64, d_ff=256, max_seq_len=16)
+    config = replace(config, layers="scanned")
+    assert 0.92 < memory_estimate(config, rows=1, seq_len=16).total / check_memory.compiled_bytes(config, 1, 16) < 1
+
+
 GPT2_124M, LLAMA_360M, LLAMA_1B = (
     replace(PRESETS[name], compute_dtype="bfloat16") for name in ("gpt2-124m", "llama-360m", "llama-1b")
 )

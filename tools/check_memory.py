@@ -20,6 +20,8 @@ from curriculum.model.lora import joined
 from curriculum.model.memory import kept_bytes, memory_estimate
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward
+from curriculum.schema.mesh import MeshConfig
+from curriculum.train.mesh import make_mesh
 from curriculum.train.programs import needed_bytes
 
 
@@ -59,7 +61,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def compiled_bytes(config: ModelConfig, rows: int, seq_len: int, grad_accum: int = 1, **settings: Any) -> int:
     """Bytes of one compiled update: arguments, temporaries, and results that do not take an argument's place."""
-    return needed_bytes(compiled_update(config, None, rows * grad_accum, seq_len, grad_accum, **settings))
+    one = make_mesh(MeshConfig(1, 1, 1))
+    return needed_bytes(compiled_update(config, one, rows * grad_accum, seq_len, grad_accum, **settings))
 
 
 def residual_bytes(config: ModelConfig, rows: int, seq_len: int, *, document_mask: bool = False) -> int:

@@ -21,9 +21,8 @@ from curriculum.model.loss import score_targets
 from curriculum.model.model import Params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
-from curriculum.schema.mesh import MeshConfig
 from curriculum.train.compiled import abstract_batch
-from curriculum.train.mesh import AXES, ROW_AXES, abstract_on_mesh, make_mesh, on_mesh, state_shardings
+from curriculum.train.mesh import AXES, ROW_AXES, abstract_on_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.programs import StepShape
 from curriculum.train.step import init_state, make_train_step
@@ -83,7 +82,7 @@ def mesh_of(devices: Iterable, sizes: tuple[int, int, int]) -> Mesh:
 
 def compiled_update(
     config: ModelConfig,
-    mesh: Mesh | None,
+    mesh: Mesh,
     rows: int,
     seq_len: int,
     grad_accum: int = 1,
@@ -92,17 +91,13 @@ def compiled_update(
     ema: bool = False,
     optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> jax.stages.Compiled:
-    """The update of `rows` x `seq_len` tokens in `grad_accum` micro-steps, over all devices of the mesh.
-
-    None: the model knows of no mesh, and there is one device.
-    """
+    """The update of `rows` x `seq_len` tokens in `grad_accum` micro-steps, over all devices of the mesh."""
     model, optimizer = transformer(config), make_optimizer(optim)
-    model, mesh = (model, make_mesh(MeshConfig(1, 1, 1))) if mesh is None else (on_mesh(model, mesh), mesh)
     params, frozen = trained_and_frozen(config)
     first_state = partial(init_state, optimizer=optimizer, num_sources=NUM_SOURCES, ema=ema)
     state = abstract_on_mesh(mesh, jax.eval_shape(first_state, params))
     step = make_train_step(
-        model,
+        on_mesh(model, mesh),
         optimizer,
         NUM_SOURCES,
         grad_clip=1.0,

@@ -172,6 +172,8 @@ def gather(mesh: Mesh, params: Any) -> Any:
     def gathered(params):
         return jax.lax.with_sharding_constraint(params, jax.tree.map_with_path(whole_over_fsdp, params))
 
+    if mesh.size == 1:
+        return params
     if mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
         return gathered(params)
     scattered = jax.custom_vjp(gathered)
