@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from curriculum.config import Config, config_from_json
+from curriculum.data.config_stores import own_sources
 from curriculum.data.corpus import find_trained_on
 from curriculum.data.split import parse_share
 from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -189,7 +190,7 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     base = None if given is None or tokenizer is None else find_base(given)
     if not isinstance(base, Base):
         return
-    reads_turns = any(source.format == "messages" for source in config.sources.values())
+    reads_turns = any(s.format == "messages" for s in (*config.sources.values(), *own_sources(config).values()))
     if reads_turns and base.chat is not None and base.chat.chat != config.chat:
         ours, its = asdict(config.chat), asdict(base.chat.chat)
         changed = [f"chat.{role} is {shown(its[role])} there" for role in its if ours[role] != its[role]]

@@ -20,6 +20,7 @@ class EvalSet:
     num_tokens_N: int32, scored targets of each window, 1..T.
     num_bytes_N: int64, UTF-8 bytes of those targets; over a fully scored document they sum to its bytes.
     document_N: int32, the document of each window, 0..D-1, non-decreasing.
+    opens_N: bool, whether it is the first window of its document.
     origin_N: int64, the unit that standard errors may take as independent: as `document_N`, but ~n (below 0) for a
       window of a copied document, which repeats window n. A copy has the same tokens as an earlier document, and the
       same ones scored.
@@ -36,6 +37,7 @@ class EvalSet:
     num_tokens_N: np.ndarray
     num_bytes_N: np.ndarray
     document_N: np.ndarray
+    opens_N: np.ndarray
     origin_N: np.ndarray
     text_D: np.ndarray
     content_hash: str
@@ -147,6 +149,7 @@ def cut_windows(
     document_N = np.repeat(np.arange(len(length_D), dtype=np.int32), windows_D)
     first_D = np.cumsum(windows_D) - windows_D
     k_N = np.arange(len(document_N)) - first_D[document_N]
+    opens_N = k_N == 0
 
     tokens_NT1 = np.full((len(document_N), seq_len + 1), bos, np.int32)
     scored_NT = np.arange(seq_len) < (length_D[document_N] - k_N * seq_len)[:, None]  # at first, all but padding
@@ -157,7 +160,8 @@ def cut_windows(
     if not scored_targets.all():
         scored_NT[scored_NT] = scored_targets
         kept_N = scored_NT.any(axis=1)
-        tokens_NT1, scored_NT, document_N = tokens_NT1[kept_N], scored_NT[kept_N], document_N[kept_N]
+        tokens_NT1, scored_NT = tokens_NT1[kept_N], scored_NT[kept_N]
+        document_N, opens_N = document_N[kept_N], opens_N[kept_N]
     origin_N = _origins(document_N, _first_alike(documents, scored, chosen_D))
     num_tokens_N = scored_NT.sum(axis=1, dtype=np.int32)
     num_bytes_N = _window_bytes(np.asarray(token_bytes_V), tokens_NT1[:, 1:], scored_NT)
@@ -171,7 +175,7 @@ def cut_windows(
         content.update(np.packbits(scored_targets))
 
     text_D = document_hashes[chosen_D, 0]
-    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N, text_D):
+    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, opens_N, origin_N, text_D):
         array.flags.writeable = False
     return EvalSet(
         name,
@@ -180,6 +184,7 @@ def cut_windows(
         num_tokens_N,
         num_bytes_N,
         document_N,
+        opens_N,
         origin_N,
         text_D,
         content.hexdigest(),

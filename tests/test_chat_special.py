@@ -24,6 +24,7 @@ from curriculum.model.continuation import Continuation
 from curriculum.run import load_run
 from curriculum.sampling import Sampling
 from curriculum.schema.adaptation import chat_of, find_base
+from curriculum.train.samples import beginnings
 from curriculum.train.trainer import train
 
 TALKS = [
@@ -183,7 +184,7 @@ def test_what_would_cut_conversations_is_refused(qwen, tmp_path):
     (strips / "tokenizer.json").write_text(json.dumps(definition))
     (strips / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     with pytest.raises(
-        InputError, match=r"chat: added token '<\|im_start\|>' of the tokenizer has rstrip: what stands"
+        InputError, match=r"chat: added token '<\|im_start\|>' of the tokenizer has rstrip: other programs"
     ):
         load_corpus(build_config(data_of(tmp_path, path, strips)), tmp_path / "store")
 
@@ -298,3 +299,17 @@ def test_a_run_begins_with_the_rule_of_its_base(run, tmp_path):
     data = data_of(tmp_path, store_dir.parent / "talks.jsonl", "unused", **partial)
     config = build_config({key: part for key, part in data.items() if key not in ("model", "tokenizer")})
     assert config.chat.user == partial["chat"]["user"] and config.chat.assistant == base.chat.chat.assistant
+
+
+@pytest.mark.parametrize("seq_len", [31, 34, 37])
+def test_samples_begin_where_conversations_do(qwen, tmp_path, seq_len):
+    """Also where a later window happens to begin at the token that opens documents, which closes turns too."""
+    folder, tokenizer = qwen
+    path = write_talks(tmp_path / "talks.jsonl")
+    data = data_of(tmp_path, path, folder, evalsets={"seq_len": seq_len, "primary": {"held_out_of": "talks"}})
+    evalset = load_corpus(build_config(data), tmp_path / "store").evalsets["primary"]
+    assert evalset.opens_N.sum() <= evalset.num_documents < evalset.num_windows
+    found = beginnings(evalset, 5, 64, tokenizer, (7,))
+    start = tokenizer.special_tokens["<|im_start|>"]
+    assert found and all(prompt.ids[:2].tolist() == [tokenizer.bos, start] and prompt.ends == (7,) for prompt in found)
+    assert all(prompt.text.startswith("user\n") for prompt in found)

@@ -38,7 +38,7 @@ class ChatConfig:
     """
 
     system: str = "<|im_start|>system\n{content}<|im_end|>\n"
-    """A turn of role system: text that contains {content} once."""
+    """A turn of role system: text that contains {content} once. Names of special tokens in it stand for these."""
     user: str = "<|im_start|>user\n{content}<|im_end|>\n"
     """A turn of role user."""
     assistant: str = "<|im_start|>assistant\n{content}<|im_end|>\n"

@@ -46,8 +46,8 @@ def place_of(evalset: str) -> str:
 def check_edges(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store] | None = None) -> None:
     """Raise InputError if special tokens within conversations of the sources would be taken for edges of documents.
 
-    Or if one that the template spells would drop what stands beside it. Before there are stores, of sources of format
-    messages; with them, of all whose template was used.
+    Or if other programs would find one that the template spells in another way. Before there are stores, of sources of
+    format messages; with them, of all whose template was used.
     """
     if stores is None:
         used = any(source.format == "messages" for source in config.sources.values())
@@ -60,9 +60,11 @@ def check_edges(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store
     added = [] if tokenizer.hf is None else tokenizer.hf.parsed.definition["added_tokens"]
     for token in added:
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
+        flags += ["normalized"] * bool(token.get("normalized") and tokenizer.hf.parsed.definition["normalizer"])
         if flags and token["content"] in template.special:
             where = f"added token {token['content']!r} of the tokenizer has {' and '.join(flags)}"
-            problems.append(("chat", f"{where}: what stands beside it would be dropped; set it to false there"))
+            why = "other programs would find it elsewhere, or drop what stands beside it"
+            problems.append(("chat", f"{where}: {why}; set it to false there"))
     packing = config.packing
     for name in template.special:
         if tokenizer.special_tokens[name] not in (tokenizer.eot, tokenizer.bos):

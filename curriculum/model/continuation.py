@@ -14,7 +14,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """The beginning of a text: `ids`, int32, from the one that opens a document on, and `text`, what they stand for.
+    """The beginning of a text: `ids`, int32, from the one that opens a document on, and `text`, which shows them.
 
     `ends`: the ids besides end-of-text that end its continuation. `prefixed`: whether the tokenizer puts its prefix
     before what follows.

@@ -77,11 +77,8 @@ def beginnings(
     answer. If these are too few, the first of the other documents are used as well. A conversation whose first window
     holds no answer has no beginning in the set. `ends` are those of the prompts.
     """
-    first_D = np.searchsorted(evalset.document_N, np.arange(evalset.num_documents))
-    # The bos token opens each document and pads windows; no text contains it, only a chat template may.
-    first_D = first_D[evalset.tokens_NT1[first_D, 0] == tokenizer.bos]
-    ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.bos
-    length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])
+    first_D = np.flatnonzero(evalset.opens_N)
+    length_D = evalset.seq_len - evalset.scored_NT[first_D, ::-1].argmax(axis=1)  # up to the last scored token
     asked_D = evalset.scored_NT[first_D].argmax(axis=1)  # what stands before the first scored token; 0 of plain text
     prompt_D = np.where(asked_D > 0, asked_D, np.minimum(length_D, min(prompt_tokens, evalset.seq_len - 1)))
     chosen_D = np.sort(np.argsort(length_D <= prompt_D, kind="stable")[:num])

@@ -198,7 +198,13 @@ def _text_changed(
             settings = [path for path in _of_source(config, name) if path in changed]
             yield from ((path, changed[path]) for path in settings)
             if not settings:
-                yield f"sources.{name}", _why_changed(source, found.sources[name], config)
+                why = _why_changed(source, found.sources[name], config)
+                if "chat_special_tokens" not in saved and config.sources[name].format != "text":
+                    why += (
+                        " (older code took the names of special tokens in the chat section for text: if it has such "
+                        "names, begin another run from this one with --init-from)"
+                    )
+                yield f"sources.{name}", why
 
 
 def _still_read(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
