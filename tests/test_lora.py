@@ -541,12 +541,20 @@ def test_adapters_of_adapters_are_refused_by_name(place):
 
 @pytest.mark.parametrize(
     ("lora", "changed"),
-    [({**LORA, "rank": 3}, "'rank': 3"), ({**LORA, "alpha": 1}, "'alpha': 1.0"), (None, "lora None")],
+    [
+        (
+            {**LORA, "rank": 3},
+            f"config: adaptation.lora.rank: got 3, but the run was begun with {LORA['rank']}; restore it",
+        ),
+        ({**LORA, "alpha": 1}, "config: adaptation.lora.alpha: got 1.0, but the run was begun with "),
+        (None, "config: adaptation.lora: got null, but the run was begun with {"),
+    ],
 )
 def test_the_adapters_of_a_run_cannot_change(place, lora, changed):
-    with pytest.raises(InputError, match="the architecture of a run cannot change: lora ") as told:
+    with pytest.raises(InputError) as told:
         go(place, "run", resume=2, adaptation={"init_from": str(place / "base"), "lora": lora})
-    assert changed in str(told.value)
+    (problem,) = told.value.problems
+    assert problem.startswith(changed)
 
 
 @pytest.mark.parametrize(

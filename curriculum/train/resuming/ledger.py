@@ -150,7 +150,9 @@ def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     known = {} if model is None else {**saved["model"], **model}
     follows = _OF_VOCABULARY if _other_tokenizer(saved, found) else ()
     changed = [k for k in known if k not in follows and model.get(k) != saved["model"].get(k)]  # null is as if left out
-    if changed:
+    if changed == ["lora"]:
+        yield from _adapters_changed(model.get("lora"), saved["model"].get("lora"))
+    elif changed:
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # it is left out if no row is padding
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as before"
@@ -159,6 +161,16 @@ def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
         name = next(n for n in sorted({**were, **parameters}) if parameters.get(n) != were.get(n))
         got = f"{name} {parameters.get(name)} (was {were.get(name)})"
         yield "model", f"the parameters of a run cannot change: {got}"
+
+
+def _adapters_changed(ours: Mapping[str, Any] | None, its: Mapping[str, Any] | None) -> Iterator[Problem]:
+    if ours is None or its is None:
+        pairs = {"adaptation.lora": (ours, its)}
+    else:
+        pairs = {f"adaptation.lora.{key}": (setting, its.get(key)) for key, setting in ours.items()}
+    for path, (now, was) in pairs.items():
+        if now != was:
+            yield path, f"got {shown(now)}, but the run was begun with {shown(was)}; restore it"
 
 
 def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
