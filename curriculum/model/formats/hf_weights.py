@@ -121,13 +121,13 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, "numpy"), open(file, "rb") as stream:
+        with open(file, "rb") as stream, safe_open(file, "numpy"):  # of a file that cannot be opened Python says more
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
     except SafetensorError as error:
         raise InputError(f"{file}: is not a complete safetensors file: {error}; copy it again") from None
     except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror or error}") from None
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     header.pop("__metadata__", None)
     return {
         name: StoredTensor(
