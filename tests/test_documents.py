@@ -113,6 +113,11 @@ def test_source_files_tells_size_and_times(tmp_path):
     assert source_files(SourceConfig(path=str(tmp_path))) == [(str(path), "a.txt", 5, 11, path.stat().st_ctime_ns)]
 
 
+def test_of_a_key_that_a_json_row_has_twice_the_last_value_counts(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "a", "text": "b"}\n')
+    assert [piece.text for piece in read_pieces(SourceConfig(path=str(path)))] == ["b"]
+
+
 def test_a_json_row_is_a_document_and_empty_ones_are_passed_over(tmp_path):
     rows = [{"text": AWKWARD}, {"text": ""}, {"text": None}, {"other": 1, "text": "two"}]
     lines = "\n\n".join(json.dumps(row) for row in rows)
