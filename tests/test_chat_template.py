@@ -53,7 +53,7 @@ def tokenizer_of(kind, folder):
 def in_training(talk, template, tokenizer, *, generation_prompt):
     """(text, ids) as training has them: each stretch of its own, the prompt of an answer being one with what is before."""
     joined = render(talk, template)
-    for stretch in template.around("assistant")[0] if generation_prompt else ():
+    for stretch in template.around["assistant"][0] if generation_prompt else ():
         if joined[-1].special or stretch.special or joined[-1].scored:
             joined.append(stretch)
         else:

@@ -83,20 +83,19 @@ class Template:
         texts = [text for role in chat.roles for text in chat.around(role)]
         names = [name for name in special_tokens if name and any(name in text for text in texts)]
         template = Template(chat, tuple(sorted(names, key=len, reverse=True)))
-        stretches = [s for role in chat.roles for part in template.around(role) for s in part]
+        stretches = [stretch for around in template.around.values() for part in around for stretch in part]
         spelled = {stretch.text for stretch in stretches if stretch.special}  # not only within a longer one
         return Template(chat, tuple(name for name in template.special if name in spelled))
 
     @cached_property
-    def _names(self) -> re.Pattern[str]:
-        return re.compile(f"({'|'.join(map(re.escape, self.special))})" if self.special else r"(?!)")
+    def around(self) -> dict[str, tuple[list[Stretch], list[Stretch]]]:
+        """What introduces and what closes a turn, by role; neither of it scored."""
+        names = re.compile(f"({'|'.join(map(re.escape, self.special))})" if self.special else r"(?!)")
 
-    def around(self, role: str) -> tuple[list[Stretch], list[Stretch]]:
-        """What introduces and what closes a turn of `role`, neither of it scored."""
-        return tuple(
-            [Stretch(text, False, bool(i % 2)) for i, text in enumerate(self._names.split(own)) if text]
-            for own in self.chat.around(role)
-        )
+        def stretches(text: str) -> list[Stretch]:
+            return [Stretch(part, False, bool(i % 2)) for i, part in enumerate(names.split(text)) if part]
+
+        return {role: tuple(map(stretches, self.chat.around(role))) for role in self.chat.roles}
 
     def to_json(self) -> dict[str, str | None]:
         """All of it, as a store and the lineage of a run remember how conversations were rendered."""
@@ -128,7 +127,7 @@ def render(messages: list[dict], template: Template, key: str = "messages") -> l
 
 def render_question(content: str, template: Template) -> list[Stretch]:
     """A conversation of one turn of role user, up to where its answer begins."""
-    introduction, _ = template.around("assistant")
+    introduction, _ = template.around["assistant"]
     return _joined([*_turns([{"role": "user", "content": content}], "messages", template), *introduction])
 
 
@@ -173,7 +172,7 @@ def _turns(messages: object, key: str, template: Template) -> Iterator[Stretch]:
         weight = message.get("weight")  # a table has null in rows without one
         if weight not in (None, 0, 1) or isinstance(weight, bool):
             raise InputError(f"{place}.weight is {weight!r}; expected 0 (not trained on) or 1, or leave it out")
-        introduction, close = template.around(role)
+        introduction, close = template.around[role]
         scored = role == "assistant" and weight != 0
         yield from introduction
         yield Stretch(checked_text(message["content"], f"{place}.content"), scored)

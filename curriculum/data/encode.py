@@ -134,8 +134,10 @@ def _spells_bos(piece: Piece | Stretch, tokenizer: Tokenizer) -> bool:
 def _encode(
     stretches: Sequence[Piece] | Sequence[Stretch], prefixed: Sequence[bool], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    ids = tokenizer.encode_batch(["" if stretch.special else stretch.text for stretch in stretches], prefixed)
-    for number, stretch in enumerate(stretches):
-        if stretch.special:
-            ids[number] = np.array([tokenizer.special_tokens[stretch.text]], tokenizer.dtype)
+    named = {name: np.array([token], tokenizer.dtype) for name, token in tokenizer.special_tokens.items()}
+    ids = [named[stretch.text] if stretch.special else None for stretch in stretches]
+    texts = [number for number, found in enumerate(ids) if found is None]
+    encoded = tokenizer.encode_batch([stretches[i].text for i in texts], [prefixed[i] for i in texts])
+    for number, found in zip(texts, encoded, strict=True):
+        ids[number] = found
     return ids

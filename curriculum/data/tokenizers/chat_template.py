@@ -26,7 +26,7 @@ def ends_answer(template: Template, tokenizer: Tokenizer) -> tuple[str, int | No
     The text has no white space around it unless there is nothing else; it is "" if the special token comes first, or if
     only end-of-text closes an answer.
     """
-    _, close = template.around("assistant")
+    _, close = template.around["assistant"]
     token = next((tokenizer.special_tokens[part.text] for part in close if part.special), None)
     text = close[0].text if close and not close[0].special else ""
     return text.strip() or (text if token is None else ""), token
