@@ -46,32 +46,25 @@ def apply_options(
     origin.remembered = {_as_text(option) for option in remembered} - {_as_text(option) for option in given}
     for flag, value in [*remembered, *given]:
         option = _as_text((flag, value))
-        if option in origin.remembered and flag == "--set" and _is_gone(value, data, origin):
-            origin.dropped.append(option)
-        elif flag == "--set" and (null := _NO_EVAL_SET.fullmatch(value)):
-            evalsets = data.get("evalsets")
-            sets = evalsets.get("sets") if isinstance(evalsets, dict) else None
-            there = isinstance(sets, dict) and null[1] in sets
-            if there or option not in origin.remembered:
-                read_override(data, origin, value)  # which is refused if there is no such set
-            if there:
-                del data["evalsets"]["sets"][null[1]]
-        elif flag == "--set":
-            read_override(data, origin, value)
-        elif flag in ("--init-from", "--keep-optimizer"):
-            key = flag[2:].replace("-", "_")
-            _table(data, "adaptation")[key] = value if flag == "--init-from" else True
-            origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
+        if flag == "--set":
+            is_remembered = option in origin.remembered
+            if is_remembered and _is_gone(value, data, origin):
+                origin.dropped.append(option)
+            elif null := _NO_EVAL_SET.fullmatch(value):
+                _drop_eval_set(null[1], value, data, origin, is_remembered)
+            else:
+                read_override(data, origin, value)
+        elif flag == "--dataset-dir":
+            name = _take_directory(value, _table(data, "sources"), "sources", option, origin)
+            added.append(name)
+        elif flag == "--eval-dataset-dir":
+            _take_directory(value, _table(_table(data, "evalsets"), "sets"), "evalsets.sets", option, origin)
+        elif flag == "--init-from":
+            _table(data, "adaptation")["init_from"] = value
+            origin.given_by("adaptation.init_from", option)
         else:
-            name, _, directory = value.partition("=")
-            inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
-            where = f"{'sources' if flag == '--dataset-dir' else 'evalsets.sets'}.{name}"
-            was, inside[name] = inside.get(name), {"path": directory}
-            origin.given_by(where, f"{flag} {name}={directory}")
-            if isinstance(was, dict):
-                origin.replaced[where] = was
-            if flag == "--dataset-dir":
-                added.append(name)
+            _table(data, "adaptation")["keep_optimizer"] = True
+            origin.given_by("adaptation.keep_optimizer", option)
     _drop_scraps(data, origin)
     _name_anew(data, origin)
     if added and "phases" not in data:
@@ -83,6 +76,28 @@ def apply_options(
 
 def _as_text(option: tuple[str, str]) -> str:
     return "{} {}".format(*option).rstrip()
+
+
+def _drop_eval_set(name: str, override: str, data: dict, origin: Origin, is_remembered: bool) -> None:
+    """Take an eval set out of the data. There may be none only if the override is remembered."""
+    evalsets = data.get("evalsets")
+    sets = evalsets.get("sets") if isinstance(evalsets, dict) else None
+    is_there = isinstance(sets, dict) and name in sets
+    if is_there or not is_remembered:
+        read_override(data, origin, override)  # left in the data it is refused, as no set may be null
+    if is_there:
+        del sets[name]
+
+
+def _take_directory(value: str, entries: dict, path: str, option: str, origin: Origin) -> str:
+    """Put a directory in the place of the source or eval set of that name, which is returned."""
+    name, _, directory = value.partition("=")
+    replaced = entries.get(name)
+    entries[name] = {"path": directory}
+    origin.given_by(f"{path}.{name}", option)
+    if isinstance(replaced, dict):
+        origin.replaced[f"{path}.{name}"] = replaced
+    return name
 
 
 def _is_gone(override: str, data: dict, origin: Origin) -> bool:

@@ -52,40 +52,51 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        known = len(problems)
-        number = read(arguments[0], given, path, problems)
-        if len(problems) == known and (expected := arguments[1].broken_by(number)):
-            problems.append((path, _message(given, expected)))
-        return number
+        return _within(arguments[1], arguments[0], given, path, problems)
     if origin in (typing.Union, types.UnionType):
         return _any_of(arguments, given, path, problems)
-    if origin is Literal:
-        if isinstance(given, str) and given in arguments:
-            return given
-        problems.append((path, _message(given, _one_of(arguments, given))))
-    elif origin is dict and isinstance(given, dict):
+    if origin is dict and isinstance(given, dict):
         return {key: read(arguments[1], item, f"{path}.{key}", problems) for key, item in given.items()}
-    elif origin in (tuple, list) and isinstance(given, list):
+    if origin in (tuple, list) and isinstance(given, list):
         return origin(read(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(given))
-    elif dataclasses.is_dataclass(kind) and isinstance(given, dict):
+    if dataclasses.is_dataclass(kind) and isinstance(given, dict):
         return _dataclass(kind, given, path, problems)
-    elif type(given) is kind:
+    if origin is Literal and isinstance(given, str) and given in arguments:
         return given
-    elif kind is int and type(given) is float and given.is_integer() and abs(given) < 2**53:  # YAML reads 1e5 so
-        problems.append((path, _message(given, f"{_WORDS[int]}: write {int(given)}")))
-    elif kind is float and type(given) is int:
+    if type(given) is kind:
+        return given
+    if kind is float and type(given) is int:
         return _as_float(given)
-    elif kind in (int, float) and isinstance(given, str) and given.endswith("%"):
-        problems.append((path, _message(given, f"{_WORDS[kind]}, without %")))
-    elif kind is float and isinstance(given, str) and re.fullmatch(r"\d+,\d+", given):
-        problems.append((path, _message(given, f"{_WORDS[kind]}, with a decimal point: {given.replace(',', '.')}")))
-    elif dataclasses.is_dataclass(kind):
-        problems.append((path, _message(given, _WORDS[dict] + _form(kind, given))))
-    elif origin is dict:
-        problems.append((path, _message(given, f"{_WORDS[dict]}, NAME: {_brief(arguments[1])}")))
-    else:
-        problems.append((path, _message(given, _WORDS[origin or kind])))
+    problems.append((path, _message(given, _expected(kind, given))))
     return None
+
+
+def _expected(kind: Any, given: Any) -> str:
+    """What stands for `kind` in a message about `given`, which it does not take: with the way to write it, if known."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return _one_of(arguments, given)
+    if origin is dict:
+        return f"{_WORDS[dict]}, NAME: {_brief(arguments[1])}"
+    if dataclasses.is_dataclass(kind):
+        return _WORDS[dict] + _form(kind, given)
+    words = _WORDS[origin or kind]
+    if kind is int and type(given) is float and given.is_integer() and abs(given) < 2**53:  # YAML reads 1e5 so
+        return f"{words}: write {int(given)}"
+    if kind in (int, float) and isinstance(given, str) and given.endswith("%"):
+        return f"{words}, without %"
+    if kind is float and isinstance(given, str) and re.fullmatch(r"\d+,\d+", given):
+        return f"{words}, with a decimal point: {given.replace(',', '.')}"
+    return words
+
+
+def _within(limits: Limits, kind: type, given: Any, path: str, problems: Problems) -> Any:
+    """Read `given` as a number of this kind that keeps within the limits."""
+    number = read(kind, given, path, wrong := [])
+    if not wrong and (expected := limits.broken_by(number)):
+        wrong.append((path, _message(given, expected)))
+    problems += wrong
+    return number
 
 
 def _form(kind: type, given: Any) -> str:

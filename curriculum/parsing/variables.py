@@ -30,66 +30,85 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
     rest = {key: value for key, value in data.items() if key != "variables"}
     if not isinstance(variables, dict):
         return rest, [("variables", "expected a mapping of names to values")]
-    problems = [
+    substitution = _Substitution(variables, numbers)
+    try:
+        substitution.replaced(variables, "variables")
+        replaced = substitution.replaced(rest, "")
+    except _Endless:
+        limits = f"more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels"
+        return rest, [("variables", f"expand to {limits}; nest variables in each other less")]
+    bad_names = [
         (f"variables.{name}", f"got the name {name!r}, expected letters, digits, '_' and '-'")
         for name in variables
         if not NAME.fullmatch(name)
     ]
+    return replaced, bad_names + substitution.problems
 
-    def look_up(name: str, path: str, within: tuple[str, ...], depth: int) -> Any:
+
+class _Substitution:
+    """Replaces uses of `variables`; the problems that it meets are gathered, and their values left as they are.
+
+    Below, `within` are the names of the variables that are being looked up, the outermost first, and `depth` is how
+    deep a value lies, counted through them.
+    """
+
+    def __init__(self, variables: dict[str, Any], numbers: Mapping[str, str]):
+        self.variables, self.numbers = variables, numbers
+        self.problems: list[tuple[str, str]] = []
+        self._num_values = 0  # inside of variables: those outside are finite in number
+
+    def replaced(self, value: Any, path: str, within: tuple[str, ...] = (), depth: int = 1) -> Any:
+        """The value of `path` with every use in it replaced."""
+        if within:
+            self._num_values += 1
+        if self._num_values > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise _Endless
+        below = within, depth + 1
+        if isinstance(value, dict):
+            return {key: self.replaced(item, f"{path}.{key}" if path else key, *below) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.replaced(item, f"{path}[{i}]", *below) for i, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._replaced_text(value, path, *below)
+        except _Problem as problem:
+            if within:
+                raise
+            self.problems.append((problem.path, problem.message))
+            return value
+
+    def _replaced_text(self, text: str, path: str, within: tuple[str, ...], depth: int) -> Any:
+        """What a text stands for: the variable that it names, or itself with the variables inside it written out."""
+        if match := _WHOLE.fullmatch(text):
+            return self._look_up(match[1] or match[2], path, within, depth)
+
+        def written(match: re.Match) -> str:
+            name = match[1]
+            found = self._look_up(name, path, within, depth)
+            if isinstance(found, dict | list | bool) or found is None:
+                raise _Problem(path, f"variable {name!r} is neither text nor a number: it cannot be used in text")
+            return self.numbers.get(f"variables.{name}", str(found))
+
+        replaced = _INSIDE.sub(written, text)
+        if _LEFT_OVER.search(replaced):
+            raise _Problem(path, f"got {text!r}, which uses no variable; inside text write ${{variables.x}}")
+        return replaced
+
+    def _look_up(self, name: str, path: str, within: tuple[str, ...], depth: int) -> Any:
+        """The value of the variable `name`, with every use in it replaced."""
         if name in within:
             circle = " -> ".join([*within[within.index(name) :], name])
             raise _Problem(path, f"variables use each other in a circle: {circle}")
-        here: Any = variables
+        here: Any = self.variables
         for part in name.split("."):
             if not isinstance(here, dict) or part not in here:
-                known = [str(key) for key in variables]
+                known = [str(key) for key in self.variables]
                 near = nearest(name, known)
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise _Problem(path, f"no such variable: {name!r}{hint} (variables: {', '.join(known) or 'none'})")
             here = here[part]
-        return replaced(here, path, (*within, name), depth)
-
-    num_values = 0
-
-    def replaced(value: Any, path: str, within: tuple[str, ...] = (), depth: int = 1) -> Any:
-        nonlocal num_values
-        num_values += bool(within)  # values outside of variables are finite in number
-        if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise _Endless
-        below = within, depth + 1
-        if isinstance(value, dict):
-            return {key: replaced(item, f"{path}.{key}" if path else key, *below) for key, item in value.items()}
-        if isinstance(value, list):
-            return [replaced(item, f"{path}[{i}]", *below) for i, item in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-
-        def text_of(match: re.Match) -> str:
-            found = look_up(match[1], path, *below)
-            if isinstance(found, dict | list | bool) or found is None:
-                raise _Problem(path, f"variable {match[1]!r} is neither text nor a number: it cannot be used in text")
-            return numbers.get(f"variables.{match[1]}", str(found))
-
-        try:
-            if match := _WHOLE.fullmatch(value):
-                return look_up(match[1] or match[2], path, *below)
-            text = _INSIDE.sub(text_of, value)
-            if _LEFT_OVER.search(text):
-                raise _Problem(path, f"got {value!r}, which uses no variable; inside text write ${{variables.x}}")
-            return text
-        except _Problem as problem:
-            if within:
-                raise
-            problems.append((problem.path, problem.message))
-            return value
-
-    try:
-        replaced(variables, "variables")
-        return replaced(rest, ""), problems
-    except _Endless:
-        limits = f"more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels"
-        return rest, [("variables", f"expand to {limits}; nest variables in each other less")]
+        return self.replaced(here, path, (*within, name), depth)
 
 
 def unused(data: Mapping[str, Any], given: Iterable[str]) -> list[tuple[str, str]]:

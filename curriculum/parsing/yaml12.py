@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
@@ -177,19 +178,9 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     for depth, (bracket, part) in enumerate(parts):
         if isinstance(here, list):
             names = entry_names(here, data, origin)
-            is_number = part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(here)
-            is_place = is_number and (bracket or option in origin.remembered)
-            if names.count(part) == 1 and not is_place:
-                key = names.index(part)
-            elif is_number:
-                key = int(part)
-            else:
-                indices = f" (0 to {len(here) - 1})" if len(here) > 1 else " (0)" if here else ""
-                usable = [name for name in names if name is not None]
-                known, near = ", ".join(usable), nearest(part, usable)
-                entries = "1 entry" if len(here) == 1 else f"{len(here)} entries"
-                got = f"{dotted} has {entries}{indices}, got {part!r}" + (f"; did you mean {near!r}?" if near else "")
-                raise InputError(f"{option}: {got}" + (f" (names: {known})" if known else ""))
+            key = _entry(part, names, as_number=bool(bracket) or option in origin.remembered)
+            if key is None:
+                raise InputError(f"{option}: {_no_such_entry(part, names, dotted)}")
             dotted = f"{dotted}[{key}]"
             named = names[key] is not None and names.count(names[key]) == 1 and not names[key].isdecimal()
             by_name += f".{names[key]}" if named else f"[{key}]"
@@ -207,6 +198,31 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         origin.by_name[dotted] = f"--set {by_name}={text}"
     for below, number in given.numbers.items():
         origin.numbers[dotted + ("." if below[:1] not in ("", "[") else "") + below] = number
+
+
+def _entry(part: str, names: list[str | None], as_number: bool) -> int | None:
+    """Which entry of a list a part of a path means, by name or else by number; None if neither is there.
+
+    With `as_number` a number that is there comes first.
+    """
+    is_number = part.isascii() and part.isdecimal() and len(part) < 9 and int(part) < len(names)
+    if is_number and as_number:
+        return int(part)
+    if names.count(part) == 1:
+        return names.index(part)
+    return int(part) if is_number else None
+
+
+def _no_such_entry(part: str, names: list[str | None], path: str) -> str:
+    indices = f" (0 to {len(names) - 1})" if len(names) > 1 else " (0)" if names else ""
+    entries = "1 entry" if len(names) == 1 else f"{len(names)} entries"
+    message = f"{path} has {entries}{indices}, got {part!r}"
+    known = [name for name in names if name is not None]
+    if near := nearest(part, known):
+        message += f"; did you mean {near!r}?"
+    if known:
+        message += f" (names: {', '.join(known)})"
+    return message
 
 
 def entry_names(entries: list, data: dict, origin: Origin) -> list[str | None]:
@@ -238,54 +254,72 @@ def _reads_as_itself(text: str) -> bool:
 def parse_yaml(text: str, origin: Origin):
     """The plain data of a YAML text. Adds where each value stands to `origin`. Raises InputError with the place."""
     node = _root(text, origin)
-    num_repeated = 0
-    met: set[int] = set()
-    parents: set[int] = set()
-
-    def convert(node, path):
-        nonlocal num_repeated
-        num_repeated += id(node) in met
-        met.add(id(node))
-        if num_repeated > _MAX_REPEATED:
-            raise _error(origin, node.start_mark, f"repeats more than {_MAX_REPEATED:,} values; are aliases nested?")
-        if id(node) in parents:
-            raise _error(origin, node.start_mark, "an alias contains itself")
-        origin.positions.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
-        if isinstance(node, yaml.ScalarNode):
-            value = _scalar(node, origin)
-            if type(value) in (int, float):
-                origin.numbers[path] = node.value
-            return value
-        if node.tag not in (_TAG + "map", _TAG + "seq"):
-            raise _tagged(node, origin)
-        parents.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            value = [convert(item, f"{path}[{i}]") for i, item in enumerate(node.value)]
-        else:
-            value = {}
-            for key_node, item in node.value:
-                mark = key_node.start_mark
-                if not isinstance(key_node, yaml.ScalarNode):
-                    raise _error(origin, mark, "got a collection as a key, expected text")
-                key = key_node.value
-                if key == "<<" and key_node.style is None:
-                    raise _error(origin, mark, "merge keys (<<) are not part of YAML 1.2; write the keys out")
-                below = f"{path}.{key}" if path else key
-                if key in value:
-                    line, _ = origin.positions[below]
-                    raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping, first in line {line}")
-                origin.positions[below] = (mark.line + 1, mark.column + 1)
-                empty = isinstance(item, yaml.ScalarNode) and item.style is None and not item.value
-                if empty and key_node.style is None and (meant := _meant(key, value)):
-                    raise _error(origin, mark, f"the key {key!r} has no value; {meant}")
-                value[key] = convert(item, below)
-        parents.remove(id(node))
-        return value
-
+    if node is None:
+        return None
     try:
-        return None if node is None else convert(node, "")
+        return _Conversion(origin).value(node, "")
     except RecursionError:
         raise _error(origin, None, _TOO_DEEP) from None
+
+
+class _Conversion:
+    """From the nodes of a YAML text to plain data."""
+
+    def __init__(self, origin: Origin):
+        self.origin = origin
+        self._met: set[int] = set()  # nodes, by their id
+        self._num_repeated = 0
+        self._parents: set[int] = set()  # those that are being converted
+
+    def value(self, node: yaml.Node, path: str) -> Any:
+        self._check_aliases(node)
+        self.origin.positions.setdefault(path, _line_and_column(node.start_mark))
+        if isinstance(node, yaml.ScalarNode):
+            scalar = _scalar(node, self.origin)
+            if type(scalar) in (int, float):
+                self.origin.numbers[path] = node.value
+            return scalar
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            raise _tagged(node, self.origin)
+        self._parents.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            values = [self.value(item, f"{path}[{i}]") for i, item in enumerate(node.value)]
+        else:
+            values = self._mapping(node, path)
+        self._parents.remove(id(node))
+        return values
+
+    def _check_aliases(self, node: yaml.Node) -> None:
+        """Raise InputError if aliases repeat too many nodes, or if this one contains itself."""
+        if id(node) in self._met:
+            self._num_repeated += 1
+        self._met.add(id(node))
+        if self._num_repeated > _MAX_REPEATED:
+            message = f"repeats more than {_MAX_REPEATED:,} values; are aliases nested?"
+            raise _error(self.origin, node.start_mark, message)
+        if id(node) in self._parents:
+            raise _error(self.origin, node.start_mark, "an alias contains itself")
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        origin = self.origin
+        values: dict[str, Any] = {}
+        for key_node, item in node.value:
+            mark = key_node.start_mark
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _error(origin, mark, "got a collection as a key, expected text")
+            key, is_plain = key_node.value, key_node.style is None
+            if key == "<<" and is_plain:
+                raise _error(origin, mark, "merge keys (<<) are not part of YAML 1.2; write the keys out")
+            below = f"{path}.{key}" if path else key
+            if key in values:
+                line, _ = origin.positions[below]
+                raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping, first in line {line}")
+            origin.positions[below] = _line_and_column(mark)
+            is_empty = isinstance(item, yaml.ScalarNode) and item.style is None and not item.value
+            if is_plain and is_empty and (meant := _meant(key, values)):
+                raise _error(origin, mark, f"the key {key!r} has no value; {meant}")
+            values[key] = self.value(item, below)
+        return values
 
 
 def _meant(key: str, before: dict) -> str | None:
@@ -377,6 +411,10 @@ def _tagged(node: yaml.Node, origin: Origin) -> InputError:
     return _error(origin, node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
 
 
+def _line_and_column(mark: yaml.Mark) -> tuple[int, int]:
+    return mark.line + 1, mark.column + 1
+
+
 def _error(origin: Origin, mark: yaml.Mark | None, message: str) -> InputError:
-    place = f"{origin.file}:{mark.line + 1}:{mark.column + 1}" if mark else origin.file
+    place = "{}:{}:{}".format(origin.file, *_line_and_column(mark)) if mark else origin.file
     return InputError(f"{place}: {message}")
