@@ -29,67 +29,81 @@ def phase_segments(
     run does. Appends to `warnings`. Raises ScheduleError if a source with `on_exhaust: error` would exceed its cap, if
     no source is left, or if the goal is not reached.
     """
-    path, goal, phase = declared.path, declared.goal, segment.phase
+    goal, phase = declared.goal, segment.phase
+    segments: list[Segment] = []
     exhausted: list[tuple[int, str]] = []  # the steps and names of what the phase goes on without
-
-    def fail(key, message):
-        raise ScheduleError([(key, message)])
-
-    def ended(segments, why_it_stops=None):
-        warnings.extend([*_told(phase, exhausted), *([why_it_stops] if why_it_stops else [])])
-        return segments, why_it_stops is not None
-
     if goal and segment.aligned().cursors[goal.source] >= goal.tokens:
         message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
-        fail(f"{path}.until", f"{message}; ends must increase from phase to phase")
-    segments: list[Segment] = []
+        raise _wrong_until(declared, f"{message}; ends must increase from phase to phase")
     while True:
         as_found, segment = segment, segment.aligned()
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
             end = first_above(segment, goal.source, goal.tokens - 1, step)
             if end is not None:
-                return ended([*segments, replace(segment, end=end)])
+                warnings += _told(phase, exhausted)
+                return [*segments, replace(segment, end=end)], False
             if name is None:
-                read = segment.cursors_at(segment.end)[goal.source] / supplies[goal.source].num_tokens
-                by_then = f"{math.floor(1000 * read) / 1000:g} by then"  # rounded down: it is less than asked for
-                message = f"{goal.text!r} is not reached before the run's end at step {segment.end} ({by_then})"
-                fail(f"{path}.until", f"{message}; ask for fewer epochs, raise train.steps or the source's proportion")
+                raise _goal_missed(declared, goal, segment, supplies[goal.source])
         if name is None:
-            return ended([*segments, segment])
+            warnings += _told(phase, exhausted)
+            return [*segments, segment], False
+
         supply = supplies[name]
-        before = [*segments, replace(segment, end=step)] if step > segment.start else segments
-        over_by_rounding = goal is not None and name == goal.source and _within_cap(goal, supply)
-        if over_by_rounding and before and supply.on_exhaust != "stop":
-            return ended(before)
+        if step > segment.start:
+            segments.append(replace(segment, end=step))
+        is_goal = goal is not None and name == goal.source
+        over_by_rounding = is_goal and _within_cap(goal, supply)
+        if over_by_rounding and segments and supply.on_exhaust != "stop":
+            warnings += _told(phase, exhausted)
+            return segments, False
         if supply.on_exhaust == "error":
-            message = (
-                f"step {step} (phase {phase}) would read more than {supply.cap_text} of {name} "
-                f"({supply.num_tokens:,} tokens an epoch); shorten the phase, lower its proportion, raise "
-                "max_epochs, or set on_exhaust to stop, renormalise or repeat"
-            )
-            fail(f"sources.{name}.max_epochs", message)
-        segments = before
+            raise _cap_exceeded(phase, step, name, supply)
         if supply.on_exhaust == "stop":
             if step == 0:
-                message = (
-                    f"the first update would read more than {supply.cap_text} of {name} ({supply.num_tokens:,} tokens "
-                    "an epoch), so nothing is left to train on; raise max_epochs, give the source more text, or lower "
-                    "the batch size"
-                )
-                fail(f"sources.{name}.max_epochs", message)
-            exhausted[:] = [(at, other) for at, other in exhausted if at < step]  # else no update goes on without it
+                raise _nothing_to_train_on(name, supply)
+            # Without those that are exhausted at this very step, no update goes on.
+            warnings += _told(phase, [(at, other) for at, other in exhausted if at < step])
             why = f"the run stops at step {step}: {name} is limited to {supply.cap_text}"
             if over_by_rounding:
                 why += f", and the update that reaches {goal.text!r} would read more; with on_exhaust error or "
                 why += "renormalise the phase ends here instead, and the run continues"
-            return ended(segments, why)
-        if goal and name == goal.source:
+            warnings.append(why)
+            return segments, True
+        if is_goal:
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}, after max_epochs "
-            fail(f"{path}.until", f"{message}{supply.max_epochs:g}; ask for fewer epochs or raise it")
+            raise _wrong_until(declared, f"{message}{supply.max_epochs:g}; ask for fewer epochs or raise it")
         exhausted.append((step, name))
         # Of a source that is taken out before the phase reads it, nothing is passed over.
-        segment = _without(as_found if step == segment.start else segment, name, step, path)
+        segment = _without(as_found if step == segment.start else segment, name, step, declared.path)
+
+
+def _wrong_until(declared: Declared, message: str) -> ScheduleError:
+    return ScheduleError([(f"{declared.path}.until", message)])
+
+
+def _goal_missed(declared: Declared, goal: EpochGoal, segment: Segment, supply: SourceSupply) -> ScheduleError:
+    read = segment.cursors_at(segment.end)[goal.source] / supply.num_tokens
+    by_then = f"{math.floor(1000 * read) / 1000:g} by then"  # rounded down: it is less than asked for
+    message = f"{goal.text!r} is not reached before the run's end at step {segment.end} ({by_then})"
+    return _wrong_until(declared, f"{message}; ask for fewer epochs, raise train.steps or the source's proportion")
+
+
+def _cap_exceeded(phase: str, step: int, name: str, supply: SourceSupply) -> ScheduleError:
+    message = (
+        f"step {step} (phase {phase}) would read more than {supply.cap_text} of {name} ({supply.num_tokens:,} tokens "
+        "an epoch); shorten the phase, lower its proportion, raise max_epochs, or set on_exhaust to stop, renormalise "
+        "or repeat"
+    )
+    return ScheduleError([(f"sources.{name}.max_epochs", message)])
+
+
+def _nothing_to_train_on(name: str, supply: SourceSupply) -> ScheduleError:
+    message = (
+        f"the first update would read more than {supply.cap_text} of {name} ({supply.num_tokens:,} tokens an epoch), "
+        "so nothing is left to train on; raise max_epochs, give the source more text, or lower the batch size"
+    )
+    return ScheduleError([(f"sources.{name}.max_epochs", message)])
 
 
 def _told(phase: str, exhausted: Sequence[tuple[int, str]]) -> list[str]:

@@ -12,7 +12,7 @@ from phases.schedule import Phase, SourceSupply
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of anything that becomes part of a file or folder name
 EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
-_SHAPES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most in a phase
+_SIZES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most in a phase
 
 
 class ScheduleError(ValueError):
@@ -35,32 +35,40 @@ def check_phases(phases: Sequence[Phase], sources: Collection[str]) -> Iterator[
         elif phase.name in seen:
             yield f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"
         seen.setdefault(phase.name, i)
-        for name, weight in phase.mixture.items():
-            where = f"{path}.mixture.{name}"
-            if name not in sources:
-                yield where, no_such_source(name, sources)
-            if not (math.isfinite(weight) and weight >= 0):
-                yield where, f"got {weight}, expected a proportion of 0 or more"
-        if all(w == 0 for w in phase.mixture.values()):
-            yield f"{path}.mixture", "got no positive proportion, expected at least one"
-        elif all(map(math.isfinite, phase.mixture.values())) and math.isinf(sum(phase.mixture.values())):
-            message = "the proportions add up to more than a float holds; write them on a smaller scale"
-            yield f"{path}.mixture", message
+        yield from _check_mixture(phase.mixture, f"{path}.mixture", sources)
         if phase.until == "end" and i < len(phases) - 1:
             yield f"{path}.until", "'end' is for the last phase only"
         if i == 0 and any_steps(phase.ramp_steps):
             yield f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"
-        if program := phase.lr:
-            if program.peak is not None and not LEAST_RATE <= program.peak <= MOST_RATE:
-                yield f"{path}.lr.peak", f"got {program.peak}, {EXPECTED_RATE}"
-            if not 0 <= program.decay_to_ratio <= 1:
-                yield f"{path}.lr.decay_to_ratio", f"got {program.decay_to_ratio}, expected 0 to 1"
-        for key, (least, most) in _SHAPES.items():
-            size = getattr(phase, key)
-            if size is not None and not least <= size <= most:
-                yield f"{path}.{key}", f"got {short(size)}, expected {least} to {most}"
-        if phase.rope_theta is not None and not 0 < phase.rope_theta < math.inf:
-            yield f"{path}.rope_theta", f"got {phase.rope_theta}, expected a positive finite number"
+        yield from _check_numbers(phase, path)
+
+
+def _check_mixture(mixture: Mapping[str, float], path: str, sources: Collection[str]) -> Iterator[tuple[str, str]]:
+    for name, weight in mixture.items():
+        if name not in sources:
+            yield f"{path}.{name}", no_such_source(name, sources)
+        if not 0 <= weight < math.inf:
+            yield f"{path}.{name}", f"got {weight}, expected a proportion of 0 or more"
+    if all(weight == 0 for weight in mixture.values()):
+        yield path, "got no positive proportion, expected at least one"
+    elif all(map(math.isfinite, mixture.values())) and math.isinf(sum(mixture.values())):
+        yield path, "the proportions add up to more than a float holds; write them on a smaller scale"
+
+
+def _check_numbers(phase: Phase, path: str) -> Iterator[tuple[str, str]]:
+    """Problems of the rates and sizes of a phase's own, where it has any."""
+    program = phase.lr
+    if program is not None:
+        if program.peak is not None and not LEAST_RATE <= program.peak <= MOST_RATE:
+            yield f"{path}.lr.peak", f"got {program.peak}, {EXPECTED_RATE}"
+        if not 0 <= program.decay_to_ratio <= 1:
+            yield f"{path}.lr.decay_to_ratio", f"got {program.decay_to_ratio}, expected 0 to 1"
+    for key, (least, most) in _SIZES.items():
+        size = getattr(phase, key)
+        if size is not None and not least <= size <= most:
+            yield f"{path}.{key}", f"got {short(size)}, expected {least} to {most}"
+    if phase.rope_theta is not None and not 0 < phase.rope_theta < math.inf:
+        yield f"{path}.rope_theta", f"got {phase.rope_theta}, expected a positive finite number"
 
 
 def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]]:

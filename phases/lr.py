@@ -145,55 +145,83 @@ def lr_pieces(
     A re-warming begins at the scaled rate of the update before the phase, even if the phase has another scale.
     Elsewhere a rate that is held is held before scaling, so a new scale changes it.
     """
-    total = spans[-1].end
-    floor = schedule.lr * schedule.min_lr_ratio
-    decay_shape = {"wsd": schedule.decay_shape, "constant": None}.get(schedule.schedule, schedule.schedule)
-    decay_start = total - decay_steps if schedule.schedule == "wsd" else warmup_steps
-    if decay_shape is None or decay_start >= total:
-        decay_start = math.inf
-
+    decay = _global_decay(schedule, warmup_steps, decay_steps, total_steps=spans[-1].end)
     pieces: list[LrPiece] = []
-
-    def hold(start, rate):
-        pieces.append(LrPiece(start, 1, "linear", rate, rate))
-
-    def follow_global(start, rate):
-        """Hold `rate` until the global decay begins, then decay from it."""
-        if start < decay_start:
-            hold(start, rate)
-        if decay_start < math.inf:
-            start = max(start, int(decay_start))
-            last = rate * math.sqrt(start / total) if decay_shape == "inverse_sqrt" else min(floor, rate)
-            pieces.append(LrPiece(start, total - start, decay_shape, rate, last))
-
     if spans[0].program is None:
         if warmup_steps:
             pieces.append(LrPiece(0, warmup_steps, "linear", 0.0, schedule.lr, warmup=True))
-        if warmup_steps < total:
-            follow_global(warmup_steps, schedule.lr)
-    programmed = False
-    for start, end, program, rewarm, decay, _ in spans:
-        if program is None and not programmed:
-            continue
-        if 0 < start <= standing.past_end:
+        if warmup_steps < spans[-1].end:
+            pieces += _held_then_decayed(warmup_steps, schedule.lr, decay)
+    is_global = spans[0].program is None
+    for span in spans:
+        start = span.start
+        if span.program is None and is_global:
+            continue  # the global pieces so far go on through it
+        if start == 0:
+            found = 0.0
+        elif start <= standing.past_end:
             found = standing.past_rate(start - 1)
         else:
-            found = float(learning_rate(pieces, start - 1)) if start else 0.0
-        pieces = [p for p in pieces if p.start < start]
-        if program is None:
-            follow_global(start, found)
-            programmed = False
-            continue
-        peak = program.peak if program.peak is not None else (found if start else schedule.lr)
-        if rewarm:
-            rescaled = standing.scale(start - 1) / standing.scale(start)
-            pieces.append(LrPiece(start, rewarm, "linear", found * rescaled, peak, warmup=True))
-        if start + rewarm < end - decay:
-            hold(start + rewarm, peak)
-        if decay:
-            pieces.append(LrPiece(end - decay, decay, program.shape, peak, peak * program.decay_to_ratio))
-        programmed = True
+            found = float(learning_rate(pieces, start - 1))
+        pieces = [piece for piece in pieces if piece.start < start]
+        if span.program is None:
+            pieces += _held_then_decayed(start, found, decay)
+        else:
+            peak = span.program.peak
+            if peak is None:
+                peak = found if start else schedule.lr
+            rescaled = found * (standing.scale(start - 1) / standing.scale(start))
+            pieces += _own_pieces(span, span.program, rescaled, peak)
+        is_global = span.program is None
     return tuple(pieces)
+
+
+class _Decay(NamedTuple):
+    """A decay over the updates [start, end), to the rate `floor` if it begins above; inverse_sqrt has no floor."""
+
+    start: int
+    end: int
+    shape: Shape | Literal["inverse_sqrt"]
+    floor: float
+
+
+def _global_decay(schedule: LrSchedule, warmup_steps: int, decay_steps: int, total_steps: int) -> _Decay | None:
+    """The decay with which a run ends; None if it has none."""
+    if schedule.schedule == "constant":
+        return None
+    if schedule.schedule == "wsd":
+        start, shape = total_steps - decay_steps, schedule.decay_shape
+    else:
+        start, shape = warmup_steps, schedule.schedule
+    return _Decay(start, total_steps, shape, schedule.lr * schedule.min_lr_ratio) if start < total_steps else None
+
+
+def _held(start: int, rate: float) -> LrPiece:
+    return LrPiece(start, 1, "linear", rate, rate)
+
+
+def _held_then_decayed(start: int, rate: float, decay: _Decay | None) -> list[LrPiece]:
+    """`rate` from `start` on until the decay begins, and decayed from there."""
+    if decay is None:
+        return [_held(start, rate)]
+    begin = max(start, decay.start)
+    last = rate * math.sqrt(begin / decay.end) if decay.shape == "inverse_sqrt" else min(decay.floor, rate)
+    decayed = LrPiece(begin, decay.end - begin, decay.shape, rate, last)
+    return [_held(start, rate), decayed] if start < begin else [decayed]
+
+
+def _own_pieces(span: PhaseSpan, program: LrProgram, found: float, peak: float) -> list[LrPiece]:
+    """The pieces of a phase's own program, which re-warms from the rate `found` to `peak`."""
+    warm, decay_start = span.start + span.rewarm_steps, span.end - span.decay_steps
+    pieces = []
+    if span.rewarm_steps:
+        pieces.append(LrPiece(span.start, span.rewarm_steps, "linear", found, peak, warmup=True))
+    if warm < decay_start:
+        pieces.append(_held(warm, peak))
+    if span.decay_steps:
+        last = peak * program.decay_to_ratio
+        pieces.append(LrPiece(decay_start, span.decay_steps, program.shape, peak, last))
+    return pieces
 
 
 def first_jump(pieces: Sequence[LrPiece], standing: Standing = NOTHING_STANDS) -> tuple[int, float, float] | None:
