@@ -42,9 +42,9 @@ def find_checkpoint(
     given = "" if wanted is None else f"{option} {wanted}: "
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not is_step(wanted):
         raise InputError(f"{given}expected 'latest', 'gold' or the step of a checkpoint")
-    record = directory.path / EVENTS
     # Before the folders are listed: a gold's line comes before its checkpoint has its name.
-    events = read_events(directory.path) if wanted in (None, "gold") and record.exists() else None
+    has_record = (directory.path / EVENTS).exists()
+    events = read_events(directory.path) if wanted in (None, "gold") and has_record else None
     found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
     if not there and not (directory.has_config or directory.holds_run()):
@@ -53,26 +53,9 @@ def find_checkpoint(
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
     if wanted in (None, "gold"):
-        if events == [] and found["gold"]:
-            raise InputError(
-                f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or "
-                f"give a step (available: {there})"
-            )
-        named = last_gold(events or [])
-        gold = named and named["step"]
-        if gold not in (None, *found["gold"]) and trained_by(directory.path):
-            before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in found["gold"]]
-            told = f"gold/{before[-1]}, the one before it, is used" if before else "there is none before it"
-            print(f"{directory.gold / str(gold)}: is being saved; {told}", file=sys.stderr)
-            gold = before[-1] if before else None
-        if gold in found["gold"]:
-            return gold, undamaged(directory.gold / str(gold), given, part)
+        gold = _gold_step(directory, events, found["gold"], there, option)
         if gold is not None:
-            raise InputError(
-                f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint: give {option} "
-                f"latest or another step (available: {there}), restore it from a copy, or, if the run was killed while "
-                "it was being saved, resume the run, which saves it again"
-            )
+            return gold, undamaged(directory.gold / str(gold), given, part)
         if wanted == "gold":
             raise InputError(f"{given}{directory.path} has no gold checkpoint; available: {there}")
     if wanted in (None, "latest"):
@@ -85,6 +68,34 @@ def find_checkpoint(
         raise InputError(f"{given}{directory.path} has no checkpoint of that step; available: {there}")
     whole = next((folder for folder in folders if damage(folder, part) is None), None)
     return int(wanted), whole or undamaged(folders[0], given, part)
+
+
+def _gold_step(
+    directory: RunDirectory, events: list[dict[str, Any]] | None, saved: list[int], there: str, option: str
+) -> int | None:
+    """The step of the gold that the record names, None if it names none; `saved` are the steps in `gold/`.
+
+    `events` is None if there is no record. Raises InputError as `find_checkpoint` does; `there` lists what there is.
+    """
+    if events == [] and saved:
+        raise InputError(
+            f"{directory.path / EVENTS}: has no complete line to say which checkpoint is the gold one; restore it from "
+            f"a copy, or give a step (available: {there})"
+        )
+    named = last_gold(events or [])
+    if named is None or named["step"] in saved:
+        return named and named["step"]
+    missing = directory.gold / str(named["step"])
+    if trained_by(directory.path):
+        before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in saved]
+        told = f"gold/{before[-1]}, the one before it, is used" if before else "there is none before it"
+        print(f"{missing}: is being saved; {told}", file=sys.stderr)
+        return before[-1] if before else None
+    raise InputError(
+        f"{missing}: is gone, but the record names it as the gold checkpoint: give {option} latest or another step "
+        f"(available: {there}), restore it from a copy, or, if the run was killed while it was being saved, resume the "
+        "run, which saves it again"
+    )
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:

@@ -196,41 +196,40 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
     if not measured.is_candidate:
         return replace(state, start=value), []
 
-    losses = {name: state.sets[name].last for name in measured.summaries}
     decisions: list[Decision] = []
-    passed = own = None
+    dip = None  # the pending one, if this eval confirms it
     if pending is not None:
         dip = Candidate(pending.step, config.minimise, pending.value, pending.losses)
-        if _below(value, gold):
-            passed = dip
-        else:
+        if not _below(value, gold):
             decisions.append(_blocked(state, dip, "trend", _unconfirmed(pending, measured.step, value, gold)))
+            dip = None
 
+    own = None
     if _below(value, gold):
+        losses = {name: state.sets[name].last for name in measured.summaries}
         own = Candidate(measured.step, config.minimise, value, losses)
+        is_dip = bool(config.consecutive_rises) and rises >= config.consecutive_rises and not rose
         if objections := _objections(config, state, measured, value):
             own = _blocked(state, own, objections[0][0], "; ".join(reason for _, reason in objections))
-        elif config.consecutive_rises and rises >= config.consecutive_rises and not rose:
-            if measured.is_last:
-                reason = (
-                    f"trend: a dip to {value:.4f} after {rises} rises in a row cannot be confirmed at the last eval"
-                )
-                own = _blocked(state, own, "trend", reason)
-            else:
-                state, own = replace(state, pending=Pending(measured.step, value, rises, losses)), None
+        elif is_dip and measured.is_last:
+            reason = f"trend: a dip to {value:.4f} after {rises} rises in a row cannot be confirmed at the last eval"
+            own = _blocked(state, own, "trend", reason)
+        elif is_dip:
+            state, own = replace(state, pending=Pending(measured.step, value, rises, losses)), None
 
-    if passed is not None and own is not None and not _below(value, passed):
-        passed, own = replace(passed, instead=own), None  # decided only if the gate vetoes the dip
-    if isinstance(own, Candidate):
-        passed = replace(own, instead=passed)
-    elif own is not None:
-        decisions.append(own)
-
-    if passed is None:
+    if dip is not None and own is not None and not _below(value, dip):
+        first = replace(dip, instead=own)  # which is decided only if the gate vetoes the dip
+    elif isinstance(own, Candidate):
+        first = replace(own, instead=dip)
+    else:
+        first = dip
+        if own is not None:
+            decisions.append(own)
+    if first is None:
         return state, decisions
     if config.gate is not None:
-        return state, [*decisions, passed]
-    state, crowned = accepted(state, passed)
+        return state, [*decisions, first]
+    state, crowned = accepted(state, first)
     return state, [*decisions, *crowned]
 
 

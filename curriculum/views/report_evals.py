@@ -65,21 +65,12 @@ def eval_figures(
     marks: Mapping[str, Sequence[Mark]],
     turns: Sequence[int] = (),
 ) -> list[Markup]:
+    """One chart of every set or, if they are many, of their rises, and a panel for each set."""
     if not points:
         return [note("No eval yet.")]
     names = [name for name in points if "@" not in name]
     colors = figures.colors_of(names)
-    has_marks = any(marks.values())
-    keys = "Loss in nats per token. Bands: ± 1.96 standard errors over the choice of held-out text."
-    if has_marks:
-        keys += " ▲ regressed   ○ recovered   ★ gold."
-    if any("@" in name for name in points):
-        keys += " Dashed: the moving average of the parameters; ◇: the mean of a phase's last checkpoints."
-    if any(not math.isfinite(p.loss) for of_set in points.values() for p in of_set):
-        keys += " ✕ the loss was not finite."
-    if turns:
-        keys += " Dotted: an edit of the schedule or a rollback."
-    drawn = [note(keys)]
+    drawn = [note(_key(points, has_marks=any(marks.values()), has_turns=bool(turns)))]
     if 1 < len(names) <= MAX_OVERLAID:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ())) for name in names]
         svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE, dotted_at=turns)
@@ -94,22 +85,46 @@ def eval_figures(
         drawn.append(figure(svg, caption + tag("small", f"full colour: {loss(most)} nats"), wide=True))
     if len(names) > MAX_PANELS:  # those that are worst now come first, the others are folded
         names.sort(key=lambda name: risen[name][-1][1], reverse=True)
-    alone, panels = len(names) == 1, []
+
+    is_alone = len(names) == 1
+    panels = []
     for name in names:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ()))]
-        for average, style in ((EMA, (0, (4, 2))), (PHASE_MEAN, "D")):
-            if of_average := points.get(f"{name}@{average}"):
-                curves.append(eval_curve(average, colors[name], of_average, style=style)._replace(sems=()))
+        curves += _curves_of_averages(name, colors[name], points)
         last = points[name][-1]
-        size = figures.WIDE if alone else figures.PANEL
+        size = figures.WIDE if is_alone else figures.PANEL
         svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases, size=size, dotted_at=turns)
         caption = escape(f"{name} ") + tag("small", f"{loss(last.loss)} at step {last.step:,}")
-        panels.append(figure(svg, caption, wide=alone))
-    if alone:
+        panels.append(figure(svg, caption, wide=is_alone))
+    if is_alone:
         return [*drawn, *panels]
-    shown, others = panels[:MAX_PANELS], panels[MAX_PANELS:]
-    more = [folded(f"{len(others)} more sets", tag("div", *others, class_="panels"))] if others else []
-    return [*drawn, tag("div", *shown, class_="panels"), *more]
+    drawn.append(tag("div", *panels[:MAX_PANELS], class_="panels"))
+    if others := panels[MAX_PANELS:]:
+        drawn.append(folded(f"{len(others)} more sets", tag("div", *others, class_="panels")))
+    return drawn
+
+
+def _key(points: Mapping[str, Sequence[EvalPoint]], has_marks: bool, has_turns: bool) -> str:
+    """What the bands, lines and marks of the figures mean."""
+    key = "Loss in nats per token. Bands: ± 1.96 standard errors over the choice of held-out text."
+    if has_marks:
+        key += " ▲ regressed   ○ recovered   ★ gold."
+    if any("@" in name for name in points):
+        key += " Dashed: the moving average of the parameters; ◇: the mean of a phase's last checkpoints."
+    if any(not math.isfinite(point.loss) for of_set in points.values() for point in of_set):
+        key += " ✕ the loss was not finite."
+    if has_turns:
+        key += " Dotted: an edit of the schedule or a rollback."
+    return key
+
+
+def _curves_of_averages(name: str, color: str, points: Mapping[str, Sequence[EvalPoint]]) -> list[figures.Curve]:
+    """The curves of a set with averages of the parameters, without their bands."""
+    curves = []
+    for average, style in ((EMA, (0, (4, 2))), (PHASE_MEAN, "D")):
+        if of_average := points.get(f"{name}@{average}"):
+            curves.append(eval_curve(average, color, of_average, style=style)._replace(sems=()))
+    return curves
 
 
 def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:

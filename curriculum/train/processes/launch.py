@@ -55,48 +55,64 @@ def find_launch(
     """Which process of a run this one is; None if it is alone.
 
     What is given counts first, then `VARIABLES`, then what Open MPI, SLURM, a TPU slice or an indexed Job of Kubernetes
-    says.
-    `num_processes` 1 keeps the tasks of a launcher apart: each is a run of its own. Raises InputError with everything
-    that is missing or does not fit.
+    says. `num_processes` 1 keeps the tasks of a launcher apart: each is a run of its own. Raises InputError with
+    everything that is missing or does not fit.
     """
     coordinator = coordinator or environ.get(VARIABLES["--coordinator"]) or None
     num_processes = _number(environ, VARIABLES["--num-processes"]) if num_processes is None else num_processes
     process_id = _number(environ, VARIABLES["--process-id"]) if process_id is None else process_id
     if num_processes == 1 and process_id in (None, 0):
         return None
-    # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
-    launcher = _open_mpi(environ) or _slurm(environ) or _tpu_slice(environ) or _indexed_job(environ)
-    if (coordinator, num_processes, process_id) == (None, None, None):
-        if launcher is None or launcher.num_processes in (None, 1):
-            return None
-        if launcher.coordinator is None:
-            raise InputError(
-                f"{launcher.name} started this process as one of {launcher.num_processes}, but does not say where they "
-                "meet; give --coordinator HOST:PORT, the same to all: the machine of process 0 and a free port of it "
-                "(or --num-processes 1, if each is a run of its own)"
-            )
-    if None not in (coordinator, launcher) and num_processes is None and launcher.num_processes == 1:
+    is_given = (coordinator, num_processes, process_id) != (None, None, None)
+    launcher = _launcher(environ)
+    if not is_given and (launcher is None or launcher.num_processes in (None, 1)):
+        return None
+    if launcher is None:
+        return _checked_launch(coordinator, num_processes, process_id)
+    if not is_given and launcher.coordinator is None:
+        raise InputError(
+            f"{launcher.name} started this process as one of {launcher.num_processes}, but does not say where they "
+            "meet; give --coordinator HOST:PORT, the same to all: the machine of process 0 and a free port of it "
+            "(or --num-processes 1, if each is a run of its own)"
+        )
+    if coordinator is not None and num_processes is None and launcher.num_processes == 1:
         raise InputError(
             f"--coordinator {coordinator}: {launcher.name} started this process alone; if it is one of several, also "
             "give --num-processes and --process-id, else --num-processes 1, or leave "
             f"--coordinator ({VARIABLES['--coordinator']} in the environment) out"
         )
-    local_devices, launched_by = None, ""
-    if launcher is not None:
-        coordinator = launcher.coordinator if coordinator is None else coordinator
-        num_processes = launcher.num_processes if num_processes is None else num_processes
-        local_devices = launcher.local_devices if process_id in (None, launcher.process_id) else None
-        if process_id is None:
-            process_id, launched_by = launcher.process_id, launcher.launch
-    given = dict(zip(VARIABLES, (coordinator, num_processes, process_id), strict=True))
-    if missing := [option for option, value in given.items() if value is None]:
-        there = [option for option in given if option not in missing]
+    return _checked_launch(
+        launcher.coordinator if coordinator is None else coordinator,
+        launcher.num_processes if num_processes is None else num_processes,
+        launcher.process_id if process_id is None else process_id,
+        launcher.local_devices if process_id in (None, launcher.process_id) else None,
+        launcher.launch if process_id is None else "",
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
+    # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
+    return _open_mpi(environ) or _slurm(environ) or _tpu_slice(environ) or _indexed_job(environ)
+
+
+def _checked_launch(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_devices: tuple[int, ...] | None = None,
+    launched_by: str = "",
+) -> Launch | None:
+    """The launch of these numbers; None if this process is alone. Raises InputError if one is missing or wrong."""
+    found = dict(zip(VARIABLES, (coordinator, num_processes, process_id), strict=True))
+    if missing := [option for option, value in found.items() if value is None]:
+        there = [option for option in found if option not in missing]
         raise InputError(
             f"{' and '.join(there)}: got no {' and no '.join(missing)}; the processes of a run need all three (or, in "
             f"the environment, {', '.join(VARIABLES[option] for option in missing)}), unless SLURM, Open MPI or a TPU "
             "slice starts them"
         )
-    host, port, problems = *_address(coordinator), []
+    problems = []
+    host, port = _address(coordinator)
     if port is None:
         problems.append(
             f"--coordinator {coordinator}: expected HOST:PORT, the machine of process 0 and a free port of it (1 to "
