@@ -108,6 +108,23 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
     if not isinstance(model, Model):
         raise InputError(f"make_model: gave {type(model).__name__}, expected a curriculum.model.model.Model")
     params = abstract_params(model)
+    if problems := _parameter_problems(params):
+        raise InputError(*(f"make_model: {problem}" for problem in problems))
+
+    tokens_BT = jax.ShapeDtypeStruct((num_rows, seq_len), np.int32)
+    keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_rows))
+    for keys in (None, keys_B):  # of evals, of training
+        features = jax.eval_shape(model.forward, params, tokens_BT, None, keys)
+        if getattr(features, "shape", ())[:2] != tokens_BT.shape or features.ndim != 3:
+            got = f"forward gave {_brief(features)} for tokens {_brief(tokens_BT)}"
+            raise InputError(f"make_model: {got}, expected [{num_rows}, {seq_len}, D]")
+    width = features.shape[2]
+    _check_logits(model, params, width, vocab_size)
+    if model.empty_cache is not None and model.extend is not None:
+        _check_generation(model, params, width)
+
+
+def _parameter_problems(params: Params) -> list[str]:
     names: set[str] = set()
     problems = []
     for path, array in jax.tree.leaves_with_path(params):
@@ -125,32 +142,23 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
         names.add(name)
     if not names:
         problems.append("init gave no parameters, expected at least one array")
-    if problems:
-        raise InputError(*(f"make_model: {problem}" for problem in problems))
+    return problems
 
-    tokens_BT = jax.ShapeDtypeStruct((num_rows, seq_len), np.int32)
-    keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_rows))
-    for keys in (None, keys_B):  # of evals, of training
-        features = jax.eval_shape(model.forward, params, tokens_BT, None, keys)
-        if getattr(features, "shape", ())[:2] != tokens_BT.shape or features.ndim != 3:
-            got = f"forward gave {_brief(features)} for tokens {_brief(tokens_BT)}"
-            raise InputError(f"make_model: {got}, expected [{num_rows}, {seq_len}, D]")
+
+def _check_logits(model: Model, params: Params, width: int, vocab_size: int) -> None:
+    """Raise InputError if there are not logits for all ids of the tokenizer; `width` is that of the features."""
     if model.head is None:
-        num_logits, where = features.shape[2], "forward, without a head, gave logits"
+        num_logits, where = width, "forward, without a head, gave logits"
     else:
         kernel = jax.eval_shape(model.head, params)
-        if getattr(kernel, "ndim", 0) != 2 or kernel.shape[1] != features.shape[2]:
-            raise InputError(
-                f"make_model: head gave {_brief(kernel)}, expected [V, {features.shape[2]}], D as in forward"
-            )
+        if getattr(kernel, "ndim", 0) != 2 or kernel.shape[1] != width:
+            raise InputError(f"make_model: head gave {_brief(kernel)}, expected [V, {width}], D as in forward")
         num_logits, where = kernel.shape[0], "head gave a kernel"
     if model.num_ids is not None and not vocab_size <= model.num_ids <= num_logits:
         expected = f"from the tokenizer's {vocab_size} to the logits' {num_logits}"
         raise InputError(f"make_model: num_ids: got {model.num_ids}, expected {expected}")
     if num_logits < vocab_size:
         raise InputError(f"make_model: {where} for {num_logits} ids, expected at least the tokenizer's {vocab_size}")
-    if model.empty_cache is not None and model.extend is not None:
-        _check_generation(model, params, features.shape[2])
 
 
 def _check_generation(model: Model, params: Params, width: int) -> None:

@@ -3,7 +3,7 @@
 Nothing here imports jax, so that a plan can be printed without it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -293,58 +293,66 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         hint = f"; did you mean {near!r}?" if near else ""
         return [("preset", f"no such preset: {section.preset!r}{hint} (presets: {', '.join(PRESETS)})")]
     given = _merged(section)
-    problems = [
+    missing = [
         (name, f"missing; required without a preset (presets: {', '.join(PRESETS)})")
         for name in _NEEDED_WITHOUT_PRESET
         if name not in given
     ]
-
-    for name in (*_SIZES, "vocab_size", "num_ids", "d_head", "no_rope_every", "sliding_window"):
-        size, largest = getattr(section, name), MOST_LAYERS if name == "n_layer" else LARGEST_SIZE
-        if size is not None and not 1 <= size <= largest:
-            problems.append((name, f"got {size}, expected a positive integer, at most {largest}"))
-    for name in ("rope_theta", "norm_eps"):
-        number = getattr(section, name)
-        if number is not None and not 0 < number < float("inf"):
-            problems.append((name, f"got {number}, expected a positive finite number"))
-    if section.dropout is not None and not 0 <= section.dropout < 1:
-        problems.append(("dropout", f"got {section.dropout}, expected 0 or more and below 1"))
-    if vocab_size is not None and section.vocab_size is not None and section.vocab_size < vocab_size:
-        expected = f"at least the tokenizer's {vocab_size}"
-        problems.append(
-            ("vocab_size", f"got {section.vocab_size}, expected {expected}; leave it out to use the tokenizer's")
-        )
-    if section.num_ids is not None:
-        rows, fewest = section.vocab_size or vocab_size, vocab_size or 1
-        if section.num_ids < fewest or (rows is not None and section.num_ids > rows):
-            lowest = "1" if vocab_size is None else f"the tokenizer's {vocab_size}"
-            expected = f"from {lowest} to vocab_size {rows}"
-            problems.append(
-                ("num_ids", f"got {section.num_ids}, expected {expected}; leave it out to use the tokenizer's")
-            )
-    if problems:
+    if problems := [*missing, *_number_problems(section), *_vocab_problems(section, vocab_size)]:
         return problems
-
     config = ModelConfig(**{"vocab_size": 1} | given)
-    n_head, d_model, d_head = config.n_head, config.d_model, config.d_head
-    odd = config.pos_encoding == "rope" and config.head_width % 2
-    if d_head is None and d_model % n_head:
-        problems.append(("n_head", f"got {n_head}, expected a divisor of d_model {d_model}"))
-    elif odd and d_head is None:
-        got = f"got {n_head} for d_model {d_model}, a head width of {config.head_width}"
-        fix = "change n_head or d_model, or set pos_encoding: learned"
-        problems.append(("n_head", f"{got}; rope rotates pairs and needs an even one: {fix}"))
-    elif odd:
-        problems.append(("d_head", f"got {d_head}, expected an even number: rope rotates pairs"))
-    if n_head % config.n_kv_head:
-        problems.append(("n_kv_head", f"got {config.n_kv_head}, expected a divisor of n_head {n_head}"))
-    if problems:
+    if problems := _head_problems(config):
         return problems
-
     if section.attention == "cudnn" and (problem := cudnn_problem(config)):
         problems.append(("attention", f"{problem}; leave it out for auto"))
     if section.layers == "scanned" and (problem := scan_problem(config)):
         problems.append(("layers", f"{problem}; leave it out for auto"))
+    return problems
+
+
+def _number_problems(section: ModelSection) -> Iterator[tuple[str, str]]:
+    """Numbers of a section that are out of their range."""
+    for name in (*_SIZES, "vocab_size", "num_ids", "d_head", "no_rope_every", "sliding_window"):
+        size, largest = getattr(section, name), MOST_LAYERS if name == "n_layer" else LARGEST_SIZE
+        if size is not None and not 1 <= size <= largest:
+            yield name, f"got {size}, expected a positive integer, at most {largest}"
+    for name in ("rope_theta", "norm_eps"):
+        number = getattr(section, name)
+        if number is not None and not 0 < number < float("inf"):
+            yield name, f"got {number}, expected a positive finite number"
+    if section.dropout is not None and not 0 <= section.dropout < 1:
+        yield "dropout", f"got {section.dropout}, expected 0 or more and below 1"
+
+
+def _vocab_problems(section: ModelSection, vocab_size: int | None) -> Iterator[tuple[str, str]]:
+    """What does not fit between vocab_size, num_ids and the tokenizer's `vocab_size`, if that is known."""
+    fix = "leave it out to use the tokenizer's"
+    own, num_ids = section.vocab_size, section.num_ids
+    if None not in (own, vocab_size) and own < vocab_size:
+        yield "vocab_size", f"got {own}, expected at least the tokenizer's {vocab_size}; {fix}"
+    if num_ids is None:
+        return
+    rows = own or vocab_size
+    if num_ids < (vocab_size or 1) or (rows is not None and num_ids > rows):
+        fewest = "1" if vocab_size is None else f"the tokenizer's {vocab_size}"
+        yield "num_ids", f"got {num_ids}, expected from {fewest} to vocab_size {rows}; {fix}"
+
+
+def _head_problems(config: ModelConfig) -> list[tuple[str, str]]:
+    """What does not fit between the numbers of heads and their width."""
+    n_head, d_model, d_head = config.n_head, config.d_model, config.d_head
+    problems = []
+    is_odd = config.pos_encoding == "rope" and config.head_width % 2
+    if d_head is None and d_model % n_head:
+        problems.append(("n_head", f"got {n_head}, expected a divisor of d_model {d_model}"))
+    elif is_odd and d_head is None:
+        got = f"got {n_head} for d_model {d_model}, a head width of {config.head_width}"
+        fix = "change n_head or d_model, or set pos_encoding: learned"
+        problems.append(("n_head", f"{got}; rope rotates pairs and needs an even one: {fix}"))
+    elif is_odd:
+        problems.append(("d_head", f"got {d_head}, expected an even number: rope rotates pairs"))
+    if n_head % config.n_kv_head:
+        problems.append(("n_kv_head", f"got {config.n_kv_head}, expected a divisor of n_head {n_head}"))
     return problems
 
 

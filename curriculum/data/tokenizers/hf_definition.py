@@ -101,13 +101,9 @@ class ParsedDefinition:
             return
         if model.get("dropout"):
             yield f"model.dropout is {model['dropout']}; expected none: the same text must give the same ids"
-        for name, token in self.vocabulary.items():
-            if not isinstance(name, str):
-                yield f"token {name!r} is not text; restore it"
-                return
-            if type(token) is not int or not 0 <= token < LARGEST_VOCAB:
-                yield f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_VOCAB}"
-                return
+        if wrong := self._wrong_token():
+            yield wrong
+            return
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 yield f"model.{key} is {model[key]!r}; expected none"
@@ -117,28 +113,46 @@ class ParsedDefinition:
                 if part["type"] not in lossless or how:
                     yield f"{key} {part['type']}{how} drops text; expected one that keeps all of it"
         for added in self.definition["added_tokens"]:
-            if added.get("special"):  # never looked for in text
-                continue
-            flags = [flag for flag in ("lstrip", "rstrip") if added.get(flag)]
-            why = "white space beside it would be dropped"
-            if not flags and self.before_prefix is not None:
-                flags = ["single_word"] * bool(added.get("single_word"))
-                flags += ["normalized"] * bool(added.get("normalized") and self.definition["normalizer"])
-                why = "where this tokenizer puts spaces would depend on where a text is cut"
-            if flags:
-                remedy = f"set {'it' if len(flags) == 1 else 'them'} to false, there and in tokenizer_config.json"
-                yield f"added token {added['content']!r} has {' and '.join(flags)}: {why}; {remedy}"
-        if self.is_byte_level:
-            missing = sorted(self._letters[letter] for letter in self._letters.keys() - self.vocabulary.keys())
-        else:
-            missing = sorted(set(range(256)) - {byte_of(name) for name in self.vocabulary}) if self.has_bytes else []
-            if not self.has_bytes and self.unknown is None:
-                yield "it has no byte fallback and no unknown token: some text would be dropped"
-        if missing:
+            if not added.get("special"):  # which is never looked for in text
+                yield from self._flags_of(added)
+        if not self.is_byte_level and not self.has_bytes and self.unknown is None:
+            yield "it has no byte fallback and no unknown token: some text would be dropped"
+        if missing := self._missing_bytes():
             yield (
                 f"model.vocab lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}: some text would be "
                 "dropped"
             )
+
+    def _wrong_token(self) -> str | None:
+        """What is wrong with the first token that has no name or no id, if there is one."""
+        for name, token in self.vocabulary.items():
+            if not isinstance(name, str):
+                return f"token {name!r} is not text; restore it"
+            if type(token) is not int or not 0 <= token < LARGEST_VOCAB:
+                return f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_VOCAB}"
+        return None
+
+    def _flags_of(self, added: dict[str, Any]) -> Iterator[str]:
+        """The problem of an added token's flags, if they have one."""
+        flags = [flag for flag in ("lstrip", "rstrip") if added.get(flag)]
+        why = "white space beside it would be dropped"
+        if not flags and self.before_prefix is not None:
+            why = "where this tokenizer puts spaces would depend on where a text is cut"
+            if added.get("single_word"):
+                flags.append("single_word")
+            if added.get("normalized") and self.definition["normalizer"]:
+                flags.append("normalized")
+        if flags:
+            remedy = f"set {'it' if len(flags) == 1 else 'them'} to false, there and in tokenizer_config.json"
+            yield f"added token {added['content']!r} has {' and '.join(flags)}: {why}; {remedy}"
+
+    def _missing_bytes(self) -> list[int]:
+        """The bytes, ascending, for which a vocabulary that should have all of them has no token."""
+        if self.is_byte_level:
+            return sorted(byte for letter, byte in self._letters.items() if letter not in self.vocabulary)
+        if self.has_bytes:
+            return sorted(set(range(256)) - {byte_of(name) for name in self.vocabulary})
+        return []
 
 
 def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
