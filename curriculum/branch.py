@@ -6,7 +6,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from curriculum.record.sentences import verdict
 from curriculum.record.wording import printable
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.scheduling import declaration
+from curriculum.scheduling import Past, declaration
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.edits import changes_since, find_edit, gone_on
 from curriculum.train.resuming.opening import check, check_apart, tokenizer_to_go_on
 from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.resuming.start import start_of
-from curriculum.train.setup import build
+from curriculum.train.setup import Setup, build
 from curriculum.train.trainer import train_built
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
@@ -70,38 +71,19 @@ def branch(
     """
     trunk, directory = load_run(run), RunDirectory(Path(run_dir))
     _check_new(directory, store_dir, make_model is not None)
-    at = _step_of(trunk, at)
-    folders = _checkpoints(trunk.directory)
-    checkpoint = _checkpoint_before(trunk, folders, at)
-    step = int(checkpoint.name)
-    saved = read_ledger(checkpoint)
+    fork = _fork(trunk, _step_of(trunk, at))
+    at, step, saved = fork.at, fork.step, fork.saved
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
-    newest = read_ledger(_newest_whole(folders, [s for s in folders if s > at]) or checkpoint)
-    whole = Schedule(segments_from_json(newest["segments"]))
     if step < at:
-        check_between(trunk, config, saved, whole, at, sorted(folders))
+        check_between(trunk, config, saved, fork.whole, at, fork.checkpoint_steps)
     check_offsets(trunk.directory.path, saved["offsets"])
     check_apart(config, directory)
-    edit = find_edit(config, newest, at=at)
-    rollbacks = [r for r in newest["history"]["rollbacks"] if r["first_bad_step"] < at]
-    settled = _settled(edit.past.settled, whole, rollbacks)
-    seed = edit.past.seed if at else None
-    passed_over = bool(rollbacks) and at < newest["past_end"]
-    goes_back = any(r["first_bad_step"] == at for r in newest["history"]["rollbacks"])
-    last = at if step == at and not goes_back else max(at - 1, 0)
-    on = _edit_in_force(trunk, config, whole, newest["settled"], last, at, passed_over)
-    past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, seed=seed, going_on=on)
+    past = _past(fork, config)
     check(config, past)
     start, tokenizer = start_of(config, saved), tokenizer_to_go_on(trunk.directory, config, store_dir, saved)
-    branched_from = _branching(run, trunk, at, config, whole, saved)
-    setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from, step)
+    setup = build(config, store_dir, tokenizer, make_model, start, past, _branching(run, fork, config), step)
     ledger.check_past(saved, ledger.found_in(setup), of_branch=True)
-    if setup.course.total_steps <= at:
-        ends = f"the run ends at step {at}, where the branch begins"
-        if config.train.steps > at:
-            fix = "raise its max_epochs, or choose another on_exhaust"
-            raise config.error([("sources", f"{ends}, as a source with on_exhaust: stop is used up; {fix}")])
-        raise config.error([("train.steps", f"{ends}; expected more")])
+    _check_goes_on(setup, at)
     edit_event = {"event": "schedule_edit", "step": at, **branch_edit(setup)}
     if dry_run:
         print(f"dry run: a branch of {trunk.directory.path} at step {at}, from its checkpoint of step {step}")
@@ -114,20 +96,86 @@ def branch(
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = _headed(config, str(directory.own_config), f"{os.fspath(run)} from step {at}")
         setup = replace(setup, config=replace(setup.config, origin=origin))
-    known = len(newest["history"]["rollbacks"])
-    since = trunk.events[_num_lines(trunk.directory.path / EVENTS, saved["offsets"][EVENTS]) :]
-    recorded_after = [] if step == at else [e for e in since if e["step"] == step and _applies(e, at, known)]
     try:
         with made_whole(directory, trunk.directory) as made:
-            copy_trunk(made, trunk.directory, setup, step, checkpoint, recorded_after, rollbacks)
+            copy_trunk(made, trunk.directory, setup, step, fork.checkpoint, _recorded_after(fork), fork.rollbacks)
     except InputError:
-        check_there(checkpoint)  # a trunk that trains may have deleted it
+        check_there(fork.checkpoint)  # a trunk that trains may have deleted it
         raise
     if step == at:  # else the console shows it when the branch reaches `at`
         _tell(edit_event)
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """Where a branch leaves its trunk: at step `at`.
+
+    checkpoint: what the branch starts from, the trunk's newest one at or before `at` that verifies.
+    saved: its ledger.
+    newest: the ledger of the trunk's newest checkpoint that verifies.
+    checkpoint_steps: of every checkpoint of the trunk, ascending.
+    """
+
+    trunk: Run
+    at: int
+    checkpoint: Path
+    saved: Mapping[str, Any]
+    newest: Mapping[str, Any]
+    checkpoint_steps: list[int]
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return int(self.checkpoint.name)
+
+    @cached_property
+    def whole(self) -> Schedule:
+        """The trunk's schedule."""
+        return Schedule(segments_from_json(self.newest["segments"]))
+
+    @property
+    def rollbacks(self) -> list[Mapping[str, Any]]:
+        """The trunk's rollbacks that concern the branch: those that passed over data of the steps before `at`."""
+        return [r for r in self.newest["history"]["rollbacks"] if r["first_bad_step"] < self.at]
+
+
+def _fork(trunk: Run, at: int) -> _Fork:
+    """Raises InputError if the trunk has no checkpoint at or before `at` that verifies."""
+    folders = _checkpoints(trunk.directory)
+    checkpoint = _checkpoint_before(trunk, folders, at)
+    newest = _newest_whole(folders, [step for step in folders if step > at]) or checkpoint
+    return _Fork(trunk, at, checkpoint, read_ledger(checkpoint), read_ledger(newest), sorted(folders))
+
+
+def _past(fork: _Fork, config: Config) -> Past:
+    """The part of the branch's schedule that its config does not decide."""
+    at, newest = fork.at, fork.newest
+    declared = find_edit(config, newest, at=at).past
+    goes_back = any(r["first_bad_step"] == at for r in newest["history"]["rollbacks"])
+    last = at if fork.step == at and not goes_back else max(at - 1, 0)
+    passed_over = bool(fork.rollbacks) and at < newest["past_end"]
+    return replace(
+        declared,
+        segments=cut(fork.whole.segments, at),
+        settled=_settled(declared.settled, fork.whole, fork.rollbacks),
+        planned=None,
+        seed=declared.seed if at else None,
+        going_on=_edit_in_force(fork, config, last, passed_over),
+    )
+
+
+def _check_goes_on(setup: Setup, at: int) -> None:
+    """Raise InputError if a branch at `at` would have nothing left to train."""
+    if setup.course.total_steps > at:
+        return
+    ends = f"the run ends at step {at}, where the branch begins"
+    if setup.config.train.steps > at:
+        fix = "raise its max_epochs, or choose another on_exhaust"
+        raise setup.config.error([("sources", f"{ends}, as a source with on_exhaust: stop is used up; {fix}")])
+    raise setup.config.error([("train.steps", f"{ends}; expected more")])
 
 
 def _tell(edit_event: Mapping[str, Any]) -> None:
@@ -171,9 +219,15 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
 
 
-def _num_lines(path: Path, num_bytes: int) -> int:
-    with open(path, "rb") as file:
-        return file.read(num_bytes).count(b"\n")
+def _recorded_after(fork: _Fork) -> list[Mapping[str, Any]]:
+    """The events of the checkpoint's step that the trunk recorded after saving it, and that apply to the branch too."""
+    if fork.step == fork.at:
+        return []
+    with open(fork.trunk.directory.path / EVENTS, "rb") as file:
+        num_before = file.read(fork.saved["offsets"][EVENTS]).count(b"\n")
+    known = len(fork.newest["history"]["rollbacks"])
+    since = [event for event in fork.trunk.events[num_before:] if event["step"] == fork.step]
+    return [event for event in since if _applies(event, fork.at, known)]
 
 
 def _applies(event: Mapping[str, Any], at: int, known_rollbacks: int) -> bool:
@@ -192,29 +246,21 @@ def _settled(settled: Mapping[str, int], whole: Schedule, rollbacks: Iterable[Ma
     return {key: steps for key, steps in settled.items() if not key.endswith(".until") or key in ends}
 
 
-def _edit_in_force(
-    trunk: Run,
-    config: Config,
-    whole: Schedule,
-    settled: Mapping[str, int],
-    last: int,
-    at: int,
-    passed_over: bool,
-) -> Segment | None:
+def _edit_in_force(fork: _Fork, config: Config, last: int, passed_over: bool) -> Segment | None:
     """The trunk's segment that the branch continues at `at`, if it has a raised share or follows data passed over.
 
-    None if there is no such segment, or if the branch changes what its phase draws. `whole` is the trunk's schedule,
-    `settled` as in `Curriculum`. `last` is the newest update whose segment counts: what the trunk did after an eval at
-    `at` itself counts only if the branch's checkpoint is of that step, and data that it passed over from there on never
-    do, as the branch comes to them by itself.
+    None if there is no such segment, or if the branch changes what its phase draws. `last` is the newest update whose
+    segment counts: what the trunk did after an eval at `at` itself counts only if the branch's checkpoint is of that
+    step, and data that it passed over from there on never do, as the branch comes to them by itself.
     """
+    trunk, at = fork.trunk, fork.at
     edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
-    segment = whole.segment_at(last)
+    segment = fork.whole.segment_at(last)
     if not passed_over and not any(edit["phase"] == segment.phase for edit in edits):
         return None
     if trunk.branched_from is not None and trunk.branched_from["step"] > at:
         return None  # up to that step the schedule is not the one that the trunk's config declares
-    return gone_on(segment, at, declaration(trunk.config), declaration(config), settled)
+    return gone_on(segment, at, declaration(trunk.config), declaration(config), fork.newest["settled"])
 
 
 def _step_of(trunk: Run, at: int | str) -> int:
@@ -269,14 +315,12 @@ def _config(
     return load_config(path, overrides, **directories, remembered=remembered, continues=trunk.directory.path)
 
 
-def _branching(
-    run: str | Path, trunk: Run, at: int, config: Config, whole: Schedule, saved: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the branch remembers of its trunk, as its ledgers keep it. `whole` is the trunk's schedule.
+def _branching(run: str | Path, fork: _Fork, config: Config) -> dict[str, Any]:
+    """What the branch remembers of its trunk, as its ledgers keep it.
 
-    `acts` and `phase_ends` let it repeat what the trunk did after evals up to `at`. `saved` is the ledger that the
-    branch begins with.
+    `acts` and `phase_ends` let it repeat what the trunk did after evals up to `at`.
     """
+    trunk, at, saved = fork.trunk, fork.at, fork.saved
     remembered = trunk.directory.command_line()
     origin = config.origin
     new = {path: option for path, option in origin.options.items() if option not in remembered}
@@ -286,7 +330,7 @@ def _branching(
         "step": at,
         "id": secrets.token_hex(8),
         "branched_from": trunk.branched_from,
-        "mixture_before": whole.shares(at),
+        "mixture_before": fork.whole.shares(at),
         "reason": " ".join([f"branched from {run} at step {at}", *options]),
         "changes": _changes(trunk, config, saved, at),
         "acts": acts_of(event for event in trunk.events if event["step"] < at),

@@ -64,12 +64,8 @@ def copy_trunk(
     pass over.
     """
     saved = read_ledger(checkpoint)
-    offsets = saved["offsets"]
     made.create(setup.config, derived(setup), plain(setup.model.architecture))
     write_tokenizer(made, setup.corpus.tokenizer)
-    for name in (EVENTS, METRICS):
-        with open(trunk.path / name, "rb") as file:
-            (made.path / name).write_bytes(file.read(offsets[name]))
     for measured, path in trunk.all_results():
         if measured <= step:
             link_or_copy(made.results(measured), path)
@@ -77,12 +73,7 @@ def copy_trunk(
     events = [(event["event"], unstamped(event)) for event in recorded_after]
     if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
         events.append(("schedule_edit", branch_edit(setup)))
-    if events:
-        record = Record(made.path, setup.course.tokens_at, saved["elapsed_s"])
-        for name, event in events:
-            record.event(name, step, **event)
-        offsets = record.offsets()
-        record.close()
+    offsets = _copy_record(made, trunk, setup, saved, events)
     now = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from}
     _copy_checkpoint(made.checkpoints / str(step), checkpoint, {**now, "offsets": offsets}, rollbacks)
     before = {key: value for key, value in now.items() if key != "settings"}  # theirs stay the trunk's
@@ -95,6 +86,27 @@ def copy_trunk(
                 _copy_checkpoint(to / str(s), place / str(s), now if s == step else before, rollbacks)
     if setup.config.logging.tensorboard:
         _draw(made, setup.config)
+
+
+def _copy_record(
+    made: RunDirectory,
+    trunk: RunDirectory,
+    setup: Setup,
+    saved: Mapping[str, Any],
+    events: Sequence[tuple[str, Mapping[str, Any]]],
+) -> dict[str, int]:
+    """Take over the record up to the checkpoint of the ledger `saved`, and add `events`; give its length in bytes."""
+    for name in (EVENTS, METRICS):
+        with open(trunk.path / name, "rb") as file:
+            (made.path / name).write_bytes(file.read(saved["offsets"][name]))
+    if not events:
+        return saved["offsets"]
+    record = Record(made.path, setup.course.tokens_at, saved["elapsed_s"])
+    for name, event in events:
+        record.event(name, saved["step"], **event)
+    offsets = record.offsets()
+    record.close()
+    return offsets
 
 
 def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:

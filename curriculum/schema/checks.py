@@ -112,23 +112,28 @@ def _check_evalsets(v):
     if section.primary.every is not None:
         yield "evalsets.primary.every", "the primary set is measured at every eval; use evalsets.every"
     for path, source in _eval_sources(v):
-        given = [key for key in ("held_out_of", "path", "hf") if getattr(source, key) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
-            where = f"{path}.{given[-1]}" if given else path
-            name = path.rpartition(".")[2]
-            near = None if given else nearest(name, (other for other in section.sets if other != name))
-            hint = f"; did you mean the set {near!r}?" if near else ""
-            yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'{hint}"
-        own = [key for key in ("text_key", "glob", "format") if getattr(source, key) != getattr(EvalSource, key)]
-        if source.held_out_of is not None and own:
-            reason = "apply to 'path' and 'hf' only; held-out text comes from its source"
-            yield f"{path}.{own[0]}", f"text_key, glob and format {reason}"
-        elif len(given) == 1:
-            try:
-                source.own_source()
-            except FieldError as error:
-                yield f"{path}.{error.key}", str(error)
+        yield from _check_eval_source(path, source, section.sets)
+
+
+def _check_eval_source(path, source, sets):
+    """Problems of where an eval set has its text from; `sets` are all that a mistyped name may have meant."""
+    given = [key for key in ("held_out_of", "path", "hf") if getattr(source, key) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none"
+        where = f"{path}.{given[-1]}" if given else path
+        name = path.rpartition(".")[2]
+        near = None if given else nearest(name, (other for other in sets if other != name))
+        hint = f"; did you mean the set {near!r}?" if near else ""
+        yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'{hint}"
+    own = [key for key in ("text_key", "glob", "format") if getattr(source, key) != getattr(EvalSource, key)]
+    if source.held_out_of is not None and own:
+        reason = "apply to 'path' and 'hf' only; held-out text comes from its source"
+        yield f"{path}.{own[0]}", f"text_key, glob and format {reason}"
+    elif len(given) == 1:
+        try:
+            source.own_source()
+        except FieldError as error:
+            yield f"{path}.{error.key}", str(error)
 
 
 def _check_held_out(v):

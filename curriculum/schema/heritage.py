@@ -16,6 +16,7 @@ from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import HfBase, differences, find_base, same_place
 
 INHERITED = ("model", "tokenizer")  # sections that a config may leave out if it begins from a run or folder
+_FIX = "leave the section out to use the same"
 
 
 @dataclass(frozen=True)
@@ -46,26 +47,16 @@ class Heritage:
 
     def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
         """(path, message) for each setting of a config's sections that contradicts the inherited ones."""
-        fix = "leave the section out to use the same"
-        if tokenizer.kind not in (self.tokenizer.kind, self.sections["tokenizer"]["kind"]):
-            yield "tokenizer.kind", f"got {tokenizer.kind}, but {self.run} has {self.tokenizer.kind}; {fix}"
-        for key, its in (("vocab_size", self.tokenizer.vocab_size), ("name", self.tokenizer.name)):
-            if getattr(tokenizer, key) not in (None, its):
-                yield f"tokenizer.{key}", f"got {getattr(tokenizer, key)}, but {self.run} has {its}; {fix}"
-        if tokenizer.path not in (None, self.sections["tokenizer"]["path"]):
-            try:
-                found = load_tokenizer(os.path.expanduser(tokenizer.path))
-                if found.fingerprint != self.tokenizer.fingerprint:
-                    yield "tokenizer.path", f"{tokenizer.path} holds another tokenizer than {self.run}; {fix}"
-            except InputError as error:
-                yield "tokenizer.path", str(error)
-        if self.is_hf and model is not None and model.vocab_size is not None:
+        yield from self._tokenizer_problems(tokenizer)
+        if model is None:
+            return
+        if self.is_hf and model.vocab_size is not None:
             rows = self.sections["model"]["num_ids"] or self.sections["model"]["vocab_size"]
             if model.vocab_size < rows:
                 got = f"got {model.vocab_size}, but {self.run} has {rows} rows"
                 yield "model.vocab_size", f"{got}; expected as many, or more as padding"
-        if model is None or model_problems(model, self.tokenizer.vocab_size):
-            return
+        if model_problems(model, self.tokenizer.vocab_size):
+            return  # which are told elsewhere
         resolved = resolve_model(model, self.tokenizer.vocab_size)
         if self.is_hf:
             resolved = replace(resolved, vocab_size=resolved.num_ids or resolved.vocab_size, num_ids=None)
@@ -73,7 +64,23 @@ class Heritage:
             may = [*HOW, *(["max_seq_len"] if resolved.pos_encoding == "rope" else [])]
             may += ["vocab_size as padding"] if self.is_hf else []
             only = f"or give no preset and only what may differ ({', '.join(may)})"
-            yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
+            yield "model", f"the architecture is not that of {self.run}: {different}; {_FIX}, {only}"
+
+    def _tokenizer_problems(self, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
+        if tokenizer.kind not in (self.tokenizer.kind, self.sections["tokenizer"]["kind"]):
+            yield "tokenizer.kind", f"got {tokenizer.kind}, but {self.run} has {self.tokenizer.kind}; {_FIX}"
+        for key, its in (("vocab_size", self.tokenizer.vocab_size), ("name", self.tokenizer.name)):
+            if getattr(tokenizer, key) not in (None, its):
+                yield f"tokenizer.{key}", f"got {getattr(tokenizer, key)}, but {self.run} has {its}; {_FIX}"
+        if tokenizer.path in (None, self.sections["tokenizer"]["path"]):
+            return
+        try:
+            found = load_tokenizer(os.path.expanduser(tokenizer.path))
+        except InputError as error:
+            yield "tokenizer.path", str(error)
+            return
+        if found.fingerprint != self.tokenizer.fingerprint:
+            yield "tokenizer.path", f"{tokenizer.path} holds another tokenizer than {self.run}; {_FIX}"
 
 
 def heritage(init_from: str, own: RunDirectory | None) -> Heritage:

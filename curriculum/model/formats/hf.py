@@ -133,32 +133,35 @@ def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str,
     and so are the head of a tied model if it equals the embedding, and biases of attention's output that are 0 where
     query, key and value have one.
     """
-    stored, layout = _full_names(stored_tensors(folder), config), hf_layout(config)
-    problems = []
-    for wanted in layout:
-        found = stored.get(wanted.name)
-        if found is None:
-            problems.append(f"{wanted.name}: is missing, expected {list(wanted.shape)}")
-        elif found.shape != wanted.shape:
-            problems.append(f"{wanted.name}: got {list(found.shape)}, expected {list(wanted.shape)}")
-        elif found.dtype not in FLOATS:
-            problems.append(f"{wanted.name}: got {found.dtype}, expected {', '.join(FLOATS)}")
-    names = {wanted.name for wanted in layout}
+    stored = _full_names(stored_tensors(folder), config)
+    layout = {tensor.name: tensor for tensor in hf_layout(config)}
+    problems = [problem for name in layout if (problem := _wrong(stored.get(name), layout[name]))]
+    embedding = next(iter(layout))
     for name, found in stored.items():
-        if name in names or _BUFFERS.search(name):
+        if name in layout or _BUFFERS.search(name):
             continue
         if name.endswith(_OUT_BIAS) and config.qkv_bias and found.dtype in FLOATS:
             if found.map().any():
                 problems.append(f"{name}: is not 0; expected one only where feed-forward has biases too")
         elif name == "lm_head.weight":  # of a tied model
-            embedding = stored.get(layout[0].name)
-            if embedding is None or not equal_bytes(found, embedding):
-                problems.append(f"{name}: differs from {layout[0].name}, though config.json says tie_word_embeddings")
+            if embedding not in stored or not equal_bytes(found, stored[embedding]):
+                problems.append(f"{name}: differs from {embedding}, though config.json says tie_word_embeddings")
         else:
             problems.append(f"{name}: got {list(found.shape)}, expected no such tensor")
     if problems:
         raise InputError(*(f"{folder}: {problem}" for problem in problems))
-    return {name: stored[name] for name in names}
+    return {name: stored[name] for name in layout}
+
+
+def _wrong(found: StoredTensor | None, wanted: HfTensor) -> str | None:
+    """What is wrong with a tensor that a model needs, None if nothing is."""
+    if found is None:
+        return f"{wanted.name}: is missing, expected {list(wanted.shape)}"
+    if found.shape != wanted.shape:
+        return f"{wanted.name}: got {list(found.shape)}, expected {list(wanted.shape)}"
+    if found.dtype not in FLOATS:
+        return f"{wanted.name}: got {found.dtype}, expected {', '.join(FLOATS)}"
+    return None
 
 
 def _full_names(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
