@@ -42,76 +42,88 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     read; the facts in them are left out. Raises InputError while the record is empty.
     """
     run = run if isinstance(run, Run) else load_run(run)
-    start, plan, events = run.start, run.plan, run.events
-    path = run.directory.path
+    plan, path = run.plan, run.directory.path
     row = last_row(path)
-    last = events[-1]
-    step = max(*(event["step"] for event in events), row["step"] if row else 0)
-    phases = plan["phases"]
-    current = next((p["name"] for p in phases if step < p["end"]), phases[-1]["name"])
+    step = max(*(event["step"] for event in run.events), row["step"] if row else 0)
     read, problems = {}, []
     try:
         read = {entry["phase"]: entry for entry in consumption(run)}
     except InputError as error:
         problems += error.problems
-    gold, trainer = last_gold(events), trained_by(path)
+    trainer = trained_by(path)
     checkpoints = {place.name: checkpoint_steps(place) for place in run.directory.places}
     steps = checkpoints["checkpoints"]
     longer = longer_from(plan, steps)
+    newest_first = run.events[::-1]
     return {
         "name": run.name,
         "path": str(path),
-        "model": start["model"],
-        "devices": next(e["devices"] for e in reversed(events) if e["event"] in TAKEN_UP),
-        "progress": {
-            "step": step,
-            "total_steps": plan["total_steps"],
-            "phase": current,
-            "finished": run.complete is not None,
-            "ended_early_of": ended_early_of(run),
-            "trained_by": trainer,
-            "tokens": planned_tokens(plan, step),
-            "elapsed_s": last["elapsed_s"],
-            "started_at": start["timestamp"],
-            "last_event_at": last["timestamp"],
-            "newest_row": row and {key: row.get(key) for key in ("step", "loss", "lr", "tokens_per_sec")},
-            "skipped": skipped_line(row, {}) if row else None,
-            "skips_are_few": bool(row) and _few_skips(row),
-            # Not a count: if the run went back to one checkpoint twice, the record keeps the second rollback only.
-            "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
-            "unsaved": _unsaved(events),
-            "diverged": run.diverged and verdict(run.diverged),
-            "num_resumes": sum(e["event"] == "resume" and not e.get("begins_branch") for e in events),
-        },
+        "model": run.start["model"],
+        "devices": next(event["devices"] for event in newest_first if event["event"] in TAKEN_UP),
+        "progress": _progress(run, step, row, trainer),
         "phases": [
             {
                 **phase,
                 "done": step >= phase["end"],
-                "edits": edits_of(events, phase),
+                "edits": edits_of(run.events, phase),
                 "counted_at_step": read.get(phase["name"], {}).get("step"),
                 "tokens": read.get(phase["name"], {}).get("tokens", {}),
                 "epochs": read.get(phase["name"], {}).get("epochs", {}),
             }
-            for phase in phases
+            for phase in plan["phases"]
         ],
-        "lineage": {"init_from": start["lineage"], "branched_from": run.branched_from},
-        "gold": None
-        if gold is None
-        else {
-            **{key: gold[key] for key in ("step", "metric", "value", "path")},
-            "missing": (missing := gold["step"] not in step_folders(run.directory.gold)) and not trainer,
-            "saving": missing and trainer is not None,
-        },
-        "regressions": standing_regressions(events),
+        "lineage": {"init_from": run.start["lineage"], "branched_from": run.branched_from},
+        "gold": _gold(run, trainer),
+        "regressions": standing_regressions(run.events),
         "evals": _evals(run),
-        "samples": next(
-            ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
-        ),
+        "samples": next((_samples(event) for event in newest_first if event["event"] == "generation"), None),
         "checkpoints": checkpoints,
         "superseded_bytes": _disk_bytes(run.directory.superseded),
         "commands": _commands(run, checkpoints, longer),
         "longer_needs_jump": bool(run.complete and steps) and longer is None,
         "problems": problems,
+    }
+
+
+def _progress(run: Run, step: int, row: Mapping[str, Any] | None, trainer: str | None) -> dict[str, Any]:
+    """How far a run is, of which the record has reached `step` and the newest metrics are `row`."""
+    events, phases = run.events, run.plan["phases"]
+    return {
+        "step": step,
+        "total_steps": run.plan["total_steps"],
+        "phase": next((phase["name"] for phase in phases if step < phase["end"]), phases[-1]["name"]),
+        "finished": run.complete is not None,
+        "ended_early_of": ended_early_of(run),
+        "trained_by": trainer,
+        "tokens": planned_tokens(run.plan, step),
+        "elapsed_s": events[-1]["elapsed_s"],
+        "started_at": run.start["timestamp"],
+        "last_event_at": events[-1]["timestamp"],
+        "newest_row": row and {key: row.get(key) for key in ("step", "loss", "lr", "tokens_per_sec")},
+        "skipped": skipped_line(row, {}) if row else None,
+        "skips_are_few": bool(row) and _few_skips(row),
+        # Not a count: if the run went back to one checkpoint twice, the record keeps the second rollback only.
+        "num_rollbacks": max((event["number"] for event in events if event["event"] == "rollback"), default=0),
+        "unsaved": _unsaved(events),
+        "diverged": run.diverged and verdict(run.diverged),
+        "num_resumes": sum(event["event"] == "resume" and not event.get("begins_branch") for event in events),
+    }
+
+
+def _samples(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {"step": event["step"], "samples": event["samples"]}
+
+
+def _gold(run: Run, trainer: str | None) -> dict[str, Any] | None:
+    """The gold that the record names. While a run trains, the folder of its gold may still be being saved."""
+    gold = last_gold(run.events)
+    if gold is None:
+        return None
+    is_there = gold["step"] in step_folders(run.directory.gold)
+    return {
+        **{key: gold[key] for key in ("step", "metric", "value", "path")},
+        "missing": not is_there and trainer is None,
+        "saving": not is_there and trainer is not None,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from curriculum.record.events import number
@@ -54,39 +54,12 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         "",
         *_eval_lines(facts["evals"]),
         *(sample_lines(facts["samples"]) if facts["samples"] else ()),
+        *_set_lines(facts),
     ]
-    if few := [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]:
-        lines.append(f"  few documents {few_documents(few)}")
-    if gone := [name for name, e in facts["evals"].items() if not e["still_measured"] and "@" not in name]:
-        lines.append(f"  left out      {listed(gone)}: no longer measured")
-    standing = by_eval(facts["regressions"])
-    if (more := len(standing) - _MOST_OFFENDERS) > 0:
-        standing = sorted(standing, key=rise, reverse=True)[:_MOST_OFFENDERS]
-    lines += [f"  regressed     {offender(o, what_changed(o))}" for o in standing]
-    lines += [f"  regressed     and {more} more"] if more > 0 else []
-    said = least_seen(facts)
-    if said or not facts["regressions"]:
-        none = "no other now" if facts["regressions"] else "none now"
-        lines.append(f"  regressed     {none}" + (f" ({said})" if said else ""))
-    if warned := [name for name, e in facts["evals"].items() if e["warned"]]:
-        risen = "risen more than chance usually explains, but too little for an alarm"
-        lines.append(f"  maybe worse   {', '.join(warned)}: {risen}")
-    lines += [f"  training      {progress['skipped']}"] if progress["skipped"] and progress["skips_are_few"] else []
+    if progress["skipped"] and progress["skips_are_few"]:
+        lines.append(f"  training      {progress['skipped']}")
     lines += [f"  trouble       {line}" for line in troubles(progress)]
-    gold = facts["gold"]
-    if gold:
-        state = ", missing" if gold["missing"] else ", being saved" if gold["saving"] else ""
-        where = f"{facts['path']}/{gold['path']}{state}"
-        lines.append(f"  gold          step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
-    else:
-        lines.append("  gold          none")
-    for name, steps in facts["checkpoints"].items():
-        if steps or name == "checkpoints":
-            place = name if name == "checkpoints" else f"in {name}"
-            lines.append(f"  {place:<14}{', '.join(map(str, steps)) or 'none'}")
-    if num_bytes := facts["superseded_bytes"]:
-        where = f"{facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
-        lines.append(f"  superseded    {size_text(num_bytes)} in {where}")
+    lines += _checkpoint_lines(facts)
     lines += [f"  damaged       {problem}" for problem in facts["problems"]]
     lines.append("")
     for what, command in facts["commands"].items():
@@ -94,6 +67,47 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         if what == "train longer" and facts["longer_needs_jump"]:
             lines.append(f"{'':16}(the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)")
     return lines
+
+
+def _set_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What has to be known about single eval sets, above all which of them got worse."""
+    evals = facts["evals"]
+    if few := [name for name, e in evals.items() if e["few_documents"] and "@" not in name]:
+        yield f"  few documents {few_documents(few)}"
+    if gone := [name for name, e in evals.items() if not e["still_measured"] and "@" not in name]:
+        yield f"  left out      {listed(gone)}: no longer measured"
+    standing = by_eval(facts["regressions"])
+    num_more = len(standing) - _MOST_OFFENDERS
+    if num_more > 0:
+        standing = sorted(standing, key=rise, reverse=True)[:_MOST_OFFENDERS]
+    for pair in standing:
+        yield f"  regressed     {offender(pair, what_changed(pair))}"
+    if num_more > 0:
+        yield f"  regressed     and {num_more} more"
+    said = least_seen(facts)
+    if said or not standing:
+        none = "no other now" if standing else "none now"
+        yield f"  regressed     {none}" + (f" ({said})" if said else "")
+    if warned := [name for name, e in evals.items() if e["warned"]]:
+        risen = "risen more than chance usually explains, but too little for an alarm"
+        yield f"  maybe worse   {', '.join(warned)}: {risen}"
+
+
+def _checkpoint_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    gold = facts["gold"]
+    if gold:
+        state = ", missing" if gold["missing"] else ", being saved" if gold["saving"] else ""
+        where = f"{facts['path']}/{gold['path']}{state}"
+        yield f"  gold          step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})"
+    else:
+        yield "  gold          none"
+    for name, steps in facts["checkpoints"].items():
+        if steps or name == "checkpoints":
+            place = name if name == "checkpoints" else f"in {name}"
+            yield f"  {place:<14}{', '.join(map(str, steps)) or 'none'}"
+    if num_bytes := facts["superseded_bytes"]:
+        where = f"{facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
+        yield f"  superseded    {size_text(num_bytes)} in {where}"
 
 
 def state_text(progress: Mapping[str, Any]) -> str:
