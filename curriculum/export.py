@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,28 +87,16 @@ def export(
     if os.path.exists(output) and not (place == output and not any(output.iterdir())):
         raise InputError(f"-o {output}: already exists; expected a new or an empty folder")
     begun_with = directory.architecture()
-    adapted = "lora" in begun_with
-    if merge and not adapted:
-        raise InputError(f"--merge: {directory.path} trained no adapters (adaptation.lora); leave it out")
-    if adapted and not merge and format == "gguf":
-        raise InputError("--format gguf: the run trained adapters only; fold them in with --merge")
-    kind = "peft" if adapted and not merge else format
+    kind = _kind(directory.path, format, has_adapters="lora" in begun_with, merge=merge)
     # A model that the format has no class for is refused before the checkpoint is looked at.
     target = None if kind == "safetensors" else _target(directory, kind, dtype, begun_with)
     step, saved = find_weights(directory, step, weights)
     ledger = ledger_beside(directory, saved)
     architecture = architecture_at(ledger, step)
-    if target is not None and architecture != begun_with:
-        target = _target(directory, kind, dtype, architecture)
     if target is not None:
-        template = chat_of(directory.resolved(), ledger, step)
-        if template is not None and template != Template.of(template.chat, target.tokenizer.special_tokens):
-            tell(
-                "the run was trained by older code, for which the names of special tokens in the chat section were "
-                "ordinary text; what reads the exported template gives them their own ids"
-            )
-        target = replace(target, template=template)
-
+        if architecture != begun_with:
+            target = _target(directory, kind, dtype, architecture)
+        target = replace(target, template=_template(directory, ledger, step, target.tokenizer))
     arrays = _parameters(directory, saved, architecture, ledger["lineage"] if merge else None)
     if spoilt := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise InputError(
@@ -116,10 +105,9 @@ def export(
         )
     if target is None and not directory.tokenizer.is_dir():
         raise InputError(f"{directory.tokenizer}: is missing; restore it from a copy")
-    metadata = {"step": str(step), "weights": weights}
-    from safetensors import SafetensorError
 
-    try:
+    metadata = {"step": str(step), "weights": weights}
+    with _refusals_told(output):
         place.mkdir(parents=True, exist_ok=True)
         with scratch(place, output) as folder:
             if target is None:
@@ -137,11 +125,42 @@ def export(
                     file.replace(output / file.name)
             else:
                 folder.replace(output)
+    return step
+
+
+def _kind(run: Path, format: str, *, has_adapters: bool, merge: bool) -> str:
+    """What is written: a format or, for adapters that are not merged, a folder for peft."""
+    if merge and not has_adapters:
+        raise InputError(f"--merge: {run} trained no adapters (adaptation.lora); leave it out")
+    if merge or not has_adapters:
+        return format
+    if format == "gguf":
+        raise InputError("--format gguf: the run trained adapters only; fold them in with --merge")
+    return "peft"
+
+
+def _template(directory: RunDirectory, ledger: Mapping[str, Any], step: int, tokenizer: Tokenizer) -> Template | None:
+    """How the conversations were rendered that the parameters of `step` were trained on; None if on none."""
+    template = chat_of(directory.resolved(), ledger, step)
+    if template is not None and template != Template.of(template.chat, tokenizer.special_tokens):
+        tell(
+            "the run was trained by older code, for which the names of special tokens in the chat section were "
+            "ordinary text; what reads the exported template gives them their own ids"
+        )
+    return template
+
+
+@contextmanager
+def _refusals_told(output: Path) -> Iterator[None]:
+    """Raise InputError for what the disk refuses."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         # Of a full disk numpy says only how much it took, and safetensors has an error of its own.
         full = "; is the disk full?" if getattr(error, "errno", None) is None else ""
         raise InputError(f"-o {output}: cannot be written: {error}{full}") from None
-    return step
 
 
 def _parameters(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config, check_is_config
-from curriculum.data.corpus import find_evalsets, find_sizes
+from curriculum.data.corpus import Sizes, find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
 from curriculum.record.events import check_offsets, plain
 from curriculum.run import DEFAULT_STORE_DIR
@@ -19,6 +19,7 @@ from curriculum.train.resuming import going_back, opening
 from curriculum.train.resuming.edits import edit_event, find_edit
 from curriculum.train.resuming.ledger import Found, check_past
 from curriculum.train.resuming.start import start_of
+from evalsets.evalset import EvalSet
 from phases.schedule import Schedule, segments_from_json
 
 
@@ -56,20 +57,7 @@ def plan_resumed(
     sizes = find_sizes(config, store_dir, opening.kept_tokenizer(directory, config))
     evalsets = find_evalsets(config, store_dir, sizes.tokenizer) if sizes.tokenizer else {}
     schedule, _ = continued_schedule(config, sizes.tokens_per_epoch, edit.past)
-    drawn = schedule.cursors_at(schedule.total_steps)
-    gone = {name: saved["sources"][name]["tokens_per_epoch"] for name in drawn if name not in config.sources}
-    known = config.model is not None and sizes.tokenizer is not None
-    missing = [name for name in config.eval_sources if name not in evalsets]
-    found = Found(
-        config=config,
-        schedule=schedule,
-        architecture=plain(resolved_model(config, sizes.tokenizer.vocab_size).architecture) if known else None,
-        parameters=None,
-        tokenizer=sizes.tokenizer and sizes.tokenizer.fingerprint,
-        # Text of eval sets is kept out of training: unless all sets are known, the text that is trained on is not.
-        sources={} if missing else sizes.details,
-        evalsets={name: evalset.content_hash for name, evalset in evalsets.items()},
-    )
+    found = _found(config, schedule, sizes, evalsets)
     accepted = check_past(saved, found, accept_past=accept_past)
     resumes = {
         "run": str(directory.path),
@@ -79,28 +67,52 @@ def plan_resumed(
         "measures": _measures(config, schedule, saved["history"], step),
         "edit": edit_event(edit, saved, found, accepted, warnings=()),
     }
-    planned = plan_of(
-        config,
-        replace(sizes, tokens_per_epoch={**sizes.tokens_per_epoch, **gone}),
-        schedule,
-        saved["lineage"],
-        resumes,
+    drawn = schedule.cursors_at(schedule.total_steps)
+    gone = {name: saved["sources"][name]["tokens_per_epoch"] for name in drawn if name not in config.sources}
+    all_sizes = replace(sizes, tokens_per_epoch={**sizes.tokens_per_epoch, **gone})
+    planned = plan_of(config, all_sizes, schedule, saved["lineage"], resumes)
+    told += _not_compared(config, directory, sizes, evalsets)
+    return replace(planned, warnings=(*told, *planned.warnings))
+
+
+def _found(config: Config, schedule: Schedule, sizes: Sizes, evalsets: Mapping[str, EvalSet]) -> Found:
+    """What a resume would find now, as far as it is prepared; it is compared with what the run has trained."""
+    architecture = None
+    if config.model is not None and sizes.tokenizer is not None:
+        architecture = plain(resolved_model(config, sizes.tokenizer.vocab_size).architecture)
+    return Found(
+        config=config,
+        schedule=schedule,
+        architecture=architecture,
+        parameters=None,
+        tokenizer=sizes.tokenizer and sizes.tokenizer.fingerprint,
+        # Text of eval sets is kept out of training: unless all sets are known, the text that is trained on is not.
+        sources=sizes.details if config.eval_sources.keys() <= evalsets.keys() else {},
+        evalsets={name: evalset.content_hash for name, evalset in evalsets.items()},
     )
+
+
+def _not_compared(
+    config: Config, directory: RunDirectory, sizes: Sizes, evalsets: Mapping[str, EvalSet]
+) -> Iterator[str]:
+    """Warnings of what is not prepared yet, so that only `train` can compare it with the run's."""
     if sizes.tokenizer is None:
         own = directory.resolved()["tokenizer"]
         theirs = ", ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
-        told.append(
+        yield (
             f"tokenizer: differs from the run's ({theirs}) and is not prepared yet; train will refuse it unless it "
             "gives the same ids"
         )
-    sources = [name for name in config.sources if name not in sizes.details]
-    unseen = [f"{kind} {', '.join(names)}" for kind, names in (("eval sets", missing), ("sources", sources)) if names]
+    unseen = []
+    if sets := [name for name in config.eval_sources if name not in evalsets]:
+        unseen.append(f"eval sets {', '.join(sets)}")
+    if sources := [name for name in config.sources if name not in sizes.details]:
+        unseen.append(f"sources {', '.join(sources)}")
     if unseen:
-        told.append(
+        yield (
             "not prepared yet, so it cannot be checked against the text that the run was trained or measured on: "
             f"{'; '.join(unseen)} ({prepare_command(config)})"
         )
-    return replace(planned, warnings=(*told, *planned.warnings))
 
 
 def _measures(config: Config, schedule: Schedule, history: Mapping[str, Any], step: int) -> list[str]:

@@ -145,18 +145,7 @@ def cut_windows(
     targets = targets.astype(np.int32, copy=False)
     scored_targets = np.concatenate([scored[i] for i in chosen_D])
 
-    windows_D = -(-length_D // seq_len)
-    document_N = np.repeat(np.arange(len(length_D), dtype=np.int32), windows_D)
-    first_D = np.cumsum(windows_D) - windows_D
-    k_N = np.arange(len(document_N)) - first_D[document_N]
-    opens_N = k_N == 0
-
-    tokens_NT1 = np.full((len(document_N), seq_len + 1), bos, np.int32)
-    scored_NT = np.arange(seq_len) < (length_D[document_N] - k_N * seq_len)[:, None]  # at first, all but padding
-    # Row by row, these are the documents' tokens in order.
-    tokens_NT1[:, 1:][scored_NT] = targets
-    tokens_NT1[1:, 0] = tokens_NT1[:-1, -1]
-    tokens_NT1[first_D, 0] = bos
+    tokens_NT1, scored_NT, document_N, opens_N = _rows(targets, length_D, bos, seq_len)
     if not scored_targets.all():
         scored_NT[scored_NT] = scored_targets
         kept_N = scored_NT.any(axis=1)
@@ -167,12 +156,6 @@ def cut_windows(
     num_bytes_N = _window_bytes(np.asarray(token_bytes_V), tokens_NT1[:, 1:], scored_NT)
     if document_bytes is not None:
         num_bytes_N = _shared_bytes(num_bytes_N, document_N, np.asarray(document_bytes, np.int64)[chosen_D])
-
-    content = hashlib.blake2b(np.array([seq_len, bos, len(length_D)], "<i8"), digest_size=16)
-    content.update(length_D.astype("<i8"))
-    content.update(targets.astype("<i4", copy=False))
-    if not scored_targets.all():
-        content.update(np.packbits(scored_targets))
 
     text_D = document_hashes[chosen_D, 0]
     for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, opens_N, origin_N, text_D):
@@ -187,9 +170,38 @@ def cut_windows(
         opens_N,
         origin_N,
         text_D,
-        content.hexdigest(),
+        _content_hash(targets, scored_targets, length_D, bos, seq_len),
         num_left_out=num_documents - len(length_D),
     )
+
+
+def _rows(
+    targets: np.ndarray, length_D: np.ndarray, bos: int, seq_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens [N, T+1], which targets are tokens [N, T], document, whether it opens one) of the windows of documents.
+
+    `targets` are the tokens of all documents, one after the other.
+    """
+    windows_D = -(-length_D // seq_len)
+    document_N = np.repeat(np.arange(len(length_D), dtype=np.int32), windows_D)
+    first_D = np.cumsum(windows_D) - windows_D
+    k_N = np.arange(len(document_N)) - first_D[document_N]
+    tokens_NT1 = np.full((len(document_N), seq_len + 1), bos, np.int32)
+    is_token_NT = np.arange(seq_len) < (length_D[document_N] - k_N * seq_len)[:, None]  # the rest is padding
+    # Row by row, these are the documents' tokens in order.
+    tokens_NT1[:, 1:][is_token_NT] = targets
+    tokens_NT1[1:, 0] = tokens_NT1[:-1, -1]
+    tokens_NT1[first_D, 0] = bos
+    return tokens_NT1, is_token_NT, document_N, k_N == 0
+
+
+def _content_hash(targets: np.ndarray, scored_targets: np.ndarray, length_D: np.ndarray, bos: int, seq_len: int) -> str:
+    content = hashlib.blake2b(np.array([seq_len, bos, len(length_D)], "<i8"), digest_size=16)
+    content.update(length_D.astype("<i8"))
+    content.update(targets.astype("<i4", copy=False))
+    if not scored_targets.all():
+        content.update(np.packbits(scored_targets))
+    return content.hexdigest()
 
 
 def num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:

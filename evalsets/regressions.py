@@ -170,24 +170,19 @@ def observe(
         of_items = student_quantile(level, num_clusters - 1) + student_quantile(1 - _POWER, num_clusters - 1)
         too_small = (of_items * sem_item_B[..., BEST] > tolerance) & (tolerance > 0) & (level > 0)
 
-    before_B = watched.states_B
-    stood_B = before_B == REGRESSED
     unlearned = np.asarray(untaught & (watched.baseline_steps_B[..., BEST] == 0))
     learned_B = ~unlearned[..., None]
-    worse_B = (learned_B & (t_B > critical[..., None])) | ~np.isfinite(loss)[..., None]
+    is_finite_B = np.isfinite(loss)[..., None]
+    stood_B = watched.states_B == REGRESSED
+    worse_B = (learned_B & (t_B > critical[..., None])) | ~is_finite_B
     at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _unmeasured_sem(sem_item_B))
     stays_B = stood_B & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
     milder_B = np.where(learned_B & (t_B > _WARN_T), WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
-    stood_steps_B = np.where(stood_B, watched.baseline_steps_B, -1)
-    newest = np.argmax(stood_steps_B, axis=-1, keepdims=True)
-    same_rise_B = watched.baseline_steps_B <= np.max(stood_steps_B, axis=-1, keepdims=True)
-    same_rise_B &= np.isfinite(loss)[..., None]
-    since_B = np.where(same_rise_B, np.take_along_axis(watched.first_steps_B, newest, axis=-1), step)
-    since_B = np.where(stood_B, watched.first_steps_B, since_B)
-    first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
+    is_regressed_B = states_B == REGRESSED
+    first_steps_B = np.where(is_regressed_B, _raised_at(watched, step, is_finite_B), -1)
     recovery_deltas_B = np.where(stood_B, watched.recovery_deltas_B, tolerance + _RECOVER_T * sem_B)
-    recovery_deltas_B = np.where(states_B == REGRESSED, recovery_deltas_B, np.nan)
+    recovery_deltas_B = np.where(is_regressed_B, recovery_deltas_B, np.nan)
     comparison = Comparison(
         baseline_steps_B=watched.baseline_steps_B,
         baseline_losses_B=baseline_losses_B,
@@ -197,7 +192,7 @@ def observe(
         t_B=t_B,
         low_B=delta_B - half_B,
         high_B=delta_B + half_B,
-        states_before_B=before_B,
+        states_before_B=watched.states_B,
         states_B=states_B,
         first_steps_B=first_steps_B,
         loss=loss,
@@ -220,6 +215,19 @@ def observe(
         watched = _replace_baseline(watched, BEST, step, now_XN, better)
     watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B)
     return _remember(watched, step, phase_index, loss, item), comparison
+
+
+def _raised_at(watched: Watched, step: int, is_finite_B: np.ndarray) -> np.ndarray:
+    """The step at which the alarm against each baseline was raised, if it stands or is raised now: [..., B].
+
+    See `observe` for alarms of the same rise.
+    """
+    stood_B = watched.states_B == REGRESSED
+    stood_steps_B = np.where(stood_B, watched.baseline_steps_B, -1)
+    newest = np.argmax(stood_steps_B, axis=-1, keepdims=True)
+    same_rise_B = is_finite_B & (watched.baseline_steps_B <= np.max(stood_steps_B, axis=-1, keepdims=True))
+    now_B = np.where(same_rise_B, np.take_along_axis(watched.first_steps_B, newest, axis=-1), step)
+    return np.where(stood_B, watched.first_steps_B, now_B)
 
 
 def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:

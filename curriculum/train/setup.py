@@ -20,6 +20,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError, shown
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
+from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.plan_warnings import all_warnings, known_to_base
 from curriculum.record.events import plain
@@ -146,25 +147,11 @@ def build(
     if isinstance(start.base, Base):
         known = known_to_base(config, store_dir, corpus.tokenizer)
         corpus = replace(corpus, warnings=(*corpus.warnings, *known))
-    # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
-    # that process 0, which found the program, does not choose with it.
-    programs = cache_folder(store_dir)
-    if keeps_programs := from_first(lambda: "://" in programs) or share_folder(Path(programs)):
-        cache_compiled(store_dir)
-    else:
-        jax.config.update("jax_enable_compilation_cache", False)
+    not_kept = _keep_programs(store_dir)
     course = Course(config, corpus, mesh, past, branched_from)
     if trained:
         _check_rows(config, mesh, course.schedule.phases_after(trained))
-    vocab_size = corpus.tokenizer.vocab_size
-    if make_model is None:
-        architecture = resolved_model(config, vocab_size)
-        model = transformer(architecture)
-    else:
-        architecture, model = None, make_model(vocab_size)
-        for micro_step in micro_steps(config):
-            check_model(model, vocab_size, *micro_step)
-        _check_architecture(model)
+    architecture, model = _model(config, corpus.tokenizer.vocab_size, make_model)
     if start.base is not None:
         check_base(start.base, config, model if start.frozen is None else transformer(replace(architecture, lora=None)))
     frozen, lineage = None, start.lineage
@@ -181,10 +168,37 @@ def build(
     if num_shapes and not compiled.in_background:
         updates = "1 update" if num_shapes == 1 else f"{num_shapes} updates"
         about_devices.append(f"  compiling  {updates} and what else is needed, before training")
-    if not keeps_programs:
-        why = f"process 0 cannot write to {programs}, or not all see it"
-        about_devices.append(f"             compiled anew at each start: {why}")
+    if not_kept is not None:
+        about_devices.append(f"             compiled anew at each start: {not_kept}")
     return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices, str(store_dir))
+
+
+def _keep_programs(store_dir: str | Path) -> str | None:
+    """Keep compiled programs on the disk for later starts; the reason if that is not possible.
+
+    Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
+    that process 0, which found the program, does not choose with it. So all see the same folder, or none uses it.
+    """
+    programs = cache_folder(store_dir)
+    if from_first(lambda: "://" in programs) or share_folder(Path(programs)):
+        cache_compiled(store_dir)
+        return None
+    jax.config.update("jax_enable_compilation_cache", False)
+    return f"process 0 cannot write to {programs}, or not all see it"
+
+
+def _model(
+    config: Config, vocab_size: int, make_model: Callable[[int], Model] | None
+) -> tuple[ModelConfig | None, Model]:
+    """(the architecture of the config's model, None for a custom one; the model, checked)."""
+    if make_model is None:
+        architecture = resolved_model(config, vocab_size)
+        return architecture, transformer(architecture)
+    model = make_model(vocab_size)
+    for micro_step in micro_steps(config):
+        check_model(model, vocab_size, *micro_step)
+    _check_architecture(model)
+    return None, model
 
 
 def _with_model(config: Config, make_model: Callable[[int], Model] | None, continues: bool) -> Config:

@@ -306,28 +306,32 @@ class Peers:
                 message = read_message(self._sockets[sender])
             except (OSError, ValueError):
                 return self._lost(sender, None, 1)
-            kind = message["kind"]
-            if kind == "value":
-                self._inbox[sender].put(message["value"])
-            elif kind == "end":
-                self._closed = True
-                self._inbox[sender].put(None)
-                return None
-            elif kind == "gone" and message["why"] is None:  # before process 0, which ends at once, seems the lost one
-                self._lost(message["index"], None, message["exit_code"])
-            elif kind == "gone" and not self._left:  # at the interpreter's end no thread can be started
-                lost = (message["index"], message["why"], message["exit_code"])
-                threading.Thread(target=self._lost, args=lost, daemon=True).start()  # which waits
-            elif kind == "signal":
-                self.signal_elsewhere = message["signal"]
-            elif kind == "stop":
-                self._asked_to_stop(message["signal"])
-            elif kind == "stopping":
-                self._send(0, {"kind": "look", "at": self._promise(message["signal"])})
-            elif kind == "look":
-                self._looked(sender, tuple(message["at"]))
-            elif kind == "stop_at":
-                self._stop_after(tuple(message["at"]))
+            match message["kind"]:
+                case "value":
+                    self._inbox[sender].put(message["value"])
+                case "end":
+                    self._closed = True
+                    self._inbox[sender].put(None)
+                    return None
+                case "gone":
+                    self._told_gone(message["index"], message["why"], message["exit_code"])
+                case "signal":
+                    self.signal_elsewhere = message["signal"]
+                case "stop":
+                    self._asked_to_stop(message["signal"])
+                case "stopping":
+                    self._send(0, {"kind": "look", "at": self._promise(message["signal"])})
+                case "look":
+                    self._looked(sender, tuple(message["at"]))
+                case "stop_at":
+                    self._stop_after(tuple(message["at"]))
+
+    def _told_gone(self, index: int, why: str | None, exit_code: int) -> None:
+        if why is None:  # before process 0, which ends at once, seems the lost one
+            self._lost(index, None, exit_code)
+        elif not self._left:  # at the interpreter's end no thread can be started
+            lost = (index, why, exit_code)
+            threading.Thread(target=self._lost, args=lost, daemon=True).start()  # which waits
 
     def _asked_to_stop(self, signal_number: int) -> None:
         """In process 0: ask every process where it can stop at the earliest."""
