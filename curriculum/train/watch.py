@@ -14,11 +14,11 @@ from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
 from curriculum.record.wording import MOST_NAMED, largest, smallest_rise
 from curriculum.scheduling import num_due, shape_of
+from evalsets.jitter import MIN_NU
 from evalsets.metrics import WindowResults, summarise
 from evalsets.regressions import (
     BASELINES,
     BEST,
-    MIN_NU,
     OK,
     PHASE_START,
     REGRESSED,
