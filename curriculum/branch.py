@@ -20,7 +20,8 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there, checkpoint_steps, is_step, read_ledger, undamaged
 from curriculum.model.model import Model
 from curriculum.parsing.yaml12 import Origin
-from curriculum.record.console import phase_lines, resume_command
+from curriculum.record.commands import resume_command
+from curriculum.record.console import phase_lines
 from curriculum.record.events import EVENTS, check_offsets
 from curriculum.record.queries import acts_of
 from curriculum.record.sentences import verdict

@@ -28,7 +28,7 @@ from curriculum.disk.scratch import scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.parsing.yaml12 import read_yaml
-from curriculum.record.console import program
+from curriculum.record.commands import program
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import Past, resolve_schedule

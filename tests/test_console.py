@@ -4,12 +4,12 @@ import contextlib
 import io
 import itertools
 import os
-import sys
 
 import pytest
 
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS
-from curriculum.record.console import Console, phase_lines, program, tensorboard_link
+from curriculum.record.commands import program
+from curriculum.record.console import Console, phase_lines
 from curriculum.record.queries import planned_tokens
 from curriculum.record.sentences import verdict
 
@@ -726,20 +726,6 @@ def test_the_end_says_what_evals_took_of_the_time(tmp_path):
     assert any("(39.2k tok/s) | " in line for line in told(*short))
 
 
-def test_a_program_is_called_as_it_can_be_typed(tmp_path, monkeypatch):
-    """By its name alone only where that calls the one of this environment."""
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    for folder in (here, elsewhere):
-        folder.mkdir()
-        (folder / "curriculum").touch(0o755)
-    monkeypatch.setattr(sys, "executable", str(here / "python"))
-    for path, typed in ((here, "curriculum"), (elsewhere, str(here / "curriculum")), (tmp_path, f"{here}/curriculum")):
-        monkeypatch.setenv("PATH", str(path))
-        assert program("curriculum") == typed
-    monkeypatch.chdir(tmp_path)
-    assert program("curriculum") == "here/curriculum"
-
-
 def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(70000, train_steps=80000))
     assert lines[9:11] == [
@@ -810,15 +796,6 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     assert told((10, 1.0, 0.1, "inverse_sqrt")) == ["75000: latest train.steps"]  # its rate goes on as it was
     rises = "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
     assert told((10, 1.0, 0.1)) == ["75000: latest train.steps", rises]
-
-
-def test_link_takes_the_name_of_a_run_literally_and_leaves_out_averages(tmp_path):
-    run_dir = tmp_path / "runs/a.b+c"
-    (run_dir / "tensorboard/val").mkdir(parents=True)
-    link = "http://127.0.0.1:6006/?runFilter=%5Ea%5C.b%5C%2Bc%2F{}&tagFilter=eval_sets&smoothing=0#timeseries"
-    assert tensorboard_link(run_dir) == link.format("")
-    (run_dir / "tensorboard/val@ema").mkdir()
-    assert tensorboard_link(run_dir) == link.format("%5B%5E%40%5D%2A%24")  # [^@]*$
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from curriculum.record.console import tensorboard_link
+from curriculum.record.commands import tensorboard_link
 from curriculum.record.curves import all_sets
 from curriculum.record.events import read_events
 from curriculum.views.report import write_report

@@ -46,7 +46,7 @@ def _way_back(run_dir: Path) -> str:
     Nothing if there is no such checkpoint.
     """
     from curriculum.find_checkpoint import checkpoint_steps
-    from curriculum.record.console import program
+    from curriculum.record.commands import program
     from curriculum.record.sentences import new_offenders
     from curriculum.run import DEFAULT_STORE_DIR, load_run
 

@@ -6,7 +6,6 @@ what to deploy and how to open TensorBoard.
 
 import math
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -15,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import quote
 
 from curriculum.disk.append import Appender, discard, is_disk_error
 from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, tensorboard_link
 from curriculum.record.events import TAKEN_UP, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
@@ -38,7 +37,6 @@ from curriculum.record.wording import (
     loss,
     percent_done,
 )
-from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from evalsets.summary import Recorded
 
@@ -51,9 +49,6 @@ _MANY_SETS = 12  # with more, the line of an eval would be too long to read
 # Terminal codes by event: red, yellow, green, bold.
 _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
            "eval_recovered": 32, "phase_switch": 1}  # fmt: skip
-
-
-MORE_STEPS, MORE_EPOCHS = "train.steps", "sources.NAME.max_epochs"  # what is raised so that a complete run goes on
 
 
 class Console:
@@ -197,25 +192,7 @@ class Console:
             f"train {loss(event['final_train_loss'])} | val {loss(event['final_val_loss'])}, "
             f"best {loss(event['best_val_loss'])}"
         )
-        risen: dict[str, list[str]] = {"forgotten": [], "not judged": [], "still worse": []}
-        told = set()
-        for name, of_set in event["transfer"]["sets"].items():
-            lost = of_set["forgetting"]
-            value, interval = number(lost["value"]), lost["interval"]
-            if interval is not None and interval[0] > 0:
-                told.add(name)
-                risen["forgotten"].append(f"{name} {value:+.4f} since {lost['best_phase']}")
-            elif interval is not None and name in self._regressed and value:
-                told.add(name)
-                ends = interval_text(tuple(interval))
-                risen["forgotten"].append(f"{name} {value:+.4f} (95 % {ends}) since {lost['best_phase']}")
-            elif interval is None and value is not None and 0 < value < math.inf:
-                why = "too little text for a standard error"
-                risen["not judged"].append(f"{name} {value:+.4f} since {lost['best_phase']}, {why}")
-        # Alarms against other evals than those at the phases' ends, which forgetting is measured by.
-        untold = [name for name in self._regressed if name not in told and name in self._rises]
-        risen["still worse"] = [f"{name} {number(self._rises[name]):+.4f} over its baseline" for name in untold]
-        yield from (f"  {label:<12} {'; '.join(sets)}" for label, sets in risen.items() if sets)
+        yield from self._risen(event)
         early = event["total_steps"] < event["train_steps"]
         if early:
             at = f"at step {event['total_steps']} of {event['train_steps']}"
@@ -228,6 +205,31 @@ class Console:
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
             yield f"               {tensorboard_link(self._run_dir)}"
+
+    def _risen(self, event: dict[str, Any]) -> Iterator[str]:
+        """The lines on sets that are worse at the end than they were."""
+        forgotten, not_judged, told = [], [], set()
+        for name, of_set in event["transfer"]["sets"].items():
+            lost = of_set["forgetting"]
+            value, interval = number(lost["value"]), lost["interval"]
+            if value is None:
+                continue
+            since = f"{name} {value:+.4f} since {lost['best_phase']}"
+            if interval is None and 0 < value < math.inf:
+                not_judged.append(f"{since}, too little text for a standard error")
+            elif interval is not None and interval[0] > 0:
+                told.add(name)
+                forgotten.append(since)
+            elif interval is not None and name in self._regressed and value:
+                told.add(name)
+                ends = interval_text(tuple(interval))
+                forgotten.append(f"{name} {value:+.4f} (95 % {ends}) since {lost['best_phase']}")
+        # Alarms against other evals than those at the phases' ends, which forgetting is measured by.
+        untold = [name for name in self._regressed if name not in told and name in self._rises]
+        worse = [f"{name} {number(self._rises[name]):+.4f} over its baseline" for name in untold]
+        for label, sets in (("forgotten", forgotten), ("not judged", not_judged), ("still worse", worse)):
+            if sets:
+                yield f"  {label:<12} {'; '.join(sets)}"
 
     def _to_deploy(self, event: dict[str, Any]) -> tuple[str, list[str]]:
         """What to deploy, and lines on why it is that and no other."""
@@ -409,57 +411,9 @@ def progress_line(row: dict[str, Any], total_steps: int) -> str:
     return " | ".join([*told, f"phase {row['phase']}"])
 
 
-def tensorboard_link(run_dir: Path) -> str:
-    """The URL of one chart with all eval sets of this run, without averages, if TensorBoard serves the folder above."""
-    run_filter = "^" + re.sub(r"([^\w-])", r"\\\1", run_dir.resolve().name) + "/"
-    run_filter += "[^@]*$" if any((run_dir / "tensorboard").glob("*@*")) else ""
-    query = f"runFilter={quote(run_filter, safe='')}&tagFilter=eval_sets&smoothing=0"
-    return f"http://127.0.0.1:6006/?{query}#timeseries"
-
-
 def _mixture(mixture: dict[str, float]) -> str:
     shares = {source: share for source, share in mixture.items() if share}
     return ", ".join(largest(shares, lambda source: f"{source} {shares[source]:.4g}"))
-
-
-def resume_command(
-    config_file: str | Path,
-    run_dir: Path,
-    store_dir: str | Path,
-    step: str = "latest",
-    raised: str | None = None,
-    *,
-    own_model: bool = False,
-    own_optimizer: str | None = None,
-) -> str:
-    """The command that goes on with a run; `raised` is the key to raise so that it can.
-
-    With a model or an optimizer (its name) of the user's own, which no command knows, the Python call.
-    """
-    if own_model or own_optimizer is not None:
-        stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
-        run = repr(str(run_dir))
-        remembered = f"remembered=run_directory({run}).command_line(), continues={run}"
-        config = f"load_config({str(config_file)!r}, {remembered})"
-        resume = repr(int(step) if step.isdecimal() else step)
-        model = ", make_model=..." if own_model else ""
-        more = [] if raised is None else [f"a higher {raised}"]
-        more += [f"{own_optimizer!r} in OPTIMIZERS"] if own_optimizer is not None else []
-        given = f", with {' and '.join(more)}" if more else ""
-        return f"train({config}, {run}, resume={resume}{stores}{model}) from Python{given}"
-    own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
-    stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
-    more = "" if raised is None else f" --set {raised}=MORE"
-    return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}{more}"
-
-
-def program(name: str) -> str:
-    """How to call a program of this environment: by its name if PATH leads to it, else by its path."""
-    path = Path(sys.executable).with_name(name)
-    if shutil.which(name) == str(path):
-        return name
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _gold(event: dict[str, Any]) -> str:

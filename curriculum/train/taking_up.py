@@ -16,7 +16,8 @@ from curriculum.disk.durable import sync
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.record.board import Board
-from curriculum.record.console import Console, resume_command
+from curriculum.record.commands import resume_command
+from curriculum.record.console import Console
 from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, cut_record, last_row, plain
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import load_run

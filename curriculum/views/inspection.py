@@ -16,7 +16,7 @@ from typing import Any
 from curriculum.disk.lock import trained_by
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.record.console import MORE_EPOCHS, MORE_STEPS, program, resume_command
+from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, resume_command
 from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row
 from curriculum.record.queries import (
     consumption,
