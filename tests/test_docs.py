@@ -68,6 +68,15 @@ def test_links_within_the_project_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{link}: no such heading in {target.name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_a_page_names_are_there(page):
+    folders = ("curriculum", "phases", "evalsets", "tools", "tests")
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in paths)]
+    assert len(named) > 30 or page.name != "README.md"
+
+
 def rows_of(page: str, heading: str) -> dict[str, set[str]]:
     """The tables below a heading: what stands as code in the other columns, by what does in the first one."""
     section = (ROOT / "docs" / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
