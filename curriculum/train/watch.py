@@ -127,26 +127,25 @@ class Watch:
         measured, comparisons = self._compared(setup, step, results)
         standing, recovered, worse = self._verdicts(setup, step, comparisons)
         notes, told = measured._notes(setup, step, comparisons)
-        bounds = setup.course.schedule.phase_bounds
-        _, begun, _ = bounds[_phase_at(bounds, step)]
         if step:  # those of the first eval are in `training_start`
             notes += evalset_warnings(setup.corpus.evalsets[name] for name in results if name not in self.sets)
+        bounds = setup.course.schedule.phase_bounds
+        _, begun, _ = bounds[_phase_at(bounds, step)]
+        newly = [name for name in worse if all(pair["first_step"] <= begun for pair in self.standing.get(name, ()))]
         stood = {(name, pair["baseline"]) for name, pairs in self.standing.items() for pair in pairs}
+        now = [(name, pair) for name, pairs in standing.items() for pair in pairs]
+        joined = [p for name, p in now if (name, p["baseline"]) not in stood and p["first_step"] != step]
+        warned = [name for name, c in comparisons.items() if name not in standing and np.any(c.states_B == WARNED)]
         evaluated = Evaluated(
             summaries={name: summarise(result) for name, result in results.items()},
             comparisons=comparisons,
             recovered=recovered,
             worse=worse,
-            newly=[n for n in worse if all(pair["first_step"] <= begun for pair in self.standing.get(n, ()))],
+            newly=newly,
             standing={name: pairs for name, pairs in standing.items() if name in setup.corpus.evalsets},
-            joined=[
-                pair
-                for name, pairs in standing.items()
-                for pair in pairs
-                if (name, pair["baseline"]) not in stood and pair["first_step"] != step
-            ],
-            warned=[name for name, c in comparisons.items() if name not in standing and np.any(c.states_B == WARNED)],
+            warned=warned,
             notes=notes,
+            joined=joined,
         )
         return replace(measured, standing=standing, told=told), evaluated
 
@@ -338,21 +337,6 @@ def _interval(change: Change) -> list[float] | None:
 
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
-    then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
-    if baseline_step == 0 and setup.lineage is not None:  # what the parameters of step 0 were trained on
-        then = setup.lineage.get("mixture") or then  # a folder has none
-    shape_then, shape_now = (shape_of(setup.course.segment_at(s), setup.config) for s in (baseline_step, step))
-    first_piece = setup.course.schedule.segments[0].lr[0]
-    warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
-    rate = setup.course.rate_at(max(baseline_step, min(warm, step)))
-    highest = float(np.max(setup.course.rates[baseline_step:step], initial=0))
-    sizes = setup.corpus.tokens_per_epoch
-    read_then, read_now = (setup.course.schedule.cursors_at(s) for s in (baseline_step, step))
-    epochs = {
-        source: [round(read.get(source, 0) / sizes[source], 3) for read in (read_then, read_now)]
-        for source in read_now
-        if sizes.get(source)
-    }
     return {
         "set": record_name(name),
         "step": step,  # of the measurement: later evals repeat a standing alarm, and may not measure its set
@@ -367,16 +351,41 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
         "df": round(float(comparison.df), 1),
         "tolerance": tolerance(setup.config, name),
         "first_step": int(comparison.first_steps_B[b]),
-        "mixture_change": {
-            source: [then.get(source, 0.0), now.get(source, 0.0)]
-            for source in dict.fromkeys([*setup.config.sources, *then, *now])  # some may be gone from the config
-            if then.get(source, 0.0) != now.get(source, 0.0)
-        },
+        **_changed_between(setup, baseline_step, step),
+    }
+
+
+def _changed_between(setup: Setup, before: int, now: int) -> dict[str, Any]:
+    """What changed in training from one eval to another, so that it may be why a set got worse."""
+    config, course = setup.config, setup.course
+    mixture_then, mixture_now = course.mixture_at(before), course.mixture_at(now)
+    if before == 0 and setup.lineage is not None:  # what the parameters of step 0 were trained on
+        mixture_then = setup.lineage.get("mixture") or mixture_then  # a folder has none
+    shares = {
+        source: [mixture_then.get(source, 0.0), mixture_now.get(source, 0.0)]
+        for source in dict.fromkeys([*config.sources, *mixture_then, *mixture_now])  # some may be gone from the config
+    }
+    shape_then, shape_now = (shape_of(course.segment_at(step), config) for step in (before, now))
+    first_piece = course.schedule.segments[0].lr[0]
+    warm = first_piece.steps if first_piece.warmup else 0  # a rise up to there is the run's beginning, and no reason
+    rate = course.rate_at(max(before, min(warm, now)))
+    highest = float(np.max(course.rates[before:now], initial=0))
+    sizes = setup.corpus.tokens_per_epoch
+    read_then, read_now = (course.schedule.cursors_at(step) for step in (before, now))
+    epochs = {
+        source: [round(read.get(source, 0) / sizes[source], 3) for read in (read_then, read_now)]
+        for source in read_now
+        if sizes.get(source)
+    }
+    return {
+        "mixture_change": {source: [was, is_now] for source, (was, is_now) in shares.items() if was != is_now},
         "shape_change": {
             key: [shape_then[key], shape_now[key]]
             for key in shape_now
             if shape_then[key] != shape_now[key] and key != "grad_accum"  # which changes memory and time alone
         },
         "rate_rise": [rate, highest] if highest > _RAISED * rate else None,  # a fall is no reason
-        "repeated": {source: [was, now] for source, (was, now) in epochs.items() if now - max(was, 1.0) >= _REPEATED},
+        "repeated": {
+            source: [was, is_now] for source, (was, is_now) in epochs.items() if is_now - max(was, 1.0) >= _REPEATED
+        },
     }

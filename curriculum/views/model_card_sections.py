@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from curriculum.errors import InputError
 from curriculum.record.events import METRICS, config_name
@@ -67,26 +67,34 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
             read = {row["phase"]: row for row in consumption(run, at) if row["phase"] in names}
         except InputError as error:
             unknown += error.problems
-    rows = []
-    for phase in phases:
-        edits = [edit for edit in edits_of(run.events, phase) if edit["step"] < step]
-        tokens = read.get(phase["name"], {}).get("tokens", {})
-        rows.append(
-            (
-                phase["name"],
-                f"{phase['start']:,} to {min(phase['end'], step):,}"
-                + (f" of {phase['end']:,}" if step < phase["end"] else "")
-                + (f", a ramp over the first {phase['ramp_steps']:,}" if phase["ramp_steps"] else ""),
-                mixture_text({**phase, "edits": edits}, lambda share: f"{share:.4g}"),
-                ", ".join(f"{name} {num:,}" for name, num in tokens.items()) or "not known",
-            )
-        )
     by_event = (event["tokens_processed"] for event in reversed(run.events) if event["step"] == step)
     total = next(by_event, None) or planned_tokens(plan, step)
-    parts = [
+    return [
         f"{total:,} tokens up to step {step:,}.",
-        table_of(("phase", "steps", "mixture", "tokens read in it"), rows),
+        _phase_table(run, phases, step, read),
+        _source_table(run, step, read),
     ]
+
+
+def _phase_table(
+    run: Run, phases: Sequence[Mapping[str, Any]], step: int, read: Mapping[str, Mapping[str, Any]]
+) -> str:
+    rows = []
+    for phase in phases:
+        steps = f"{phase['start']:,} to {min(phase['end'], step):,}"
+        if step < phase["end"]:
+            steps += f" of {phase['end']:,}"
+        if phase["ramp_steps"]:
+            steps += f", a ramp over the first {phase['ramp_steps']:,}"
+        edits = [edit for edit in edits_of(run.events, phase) if edit["step"] < step]
+        mixture = mixture_text({**phase, "edits": edits}, lambda share: f"{share:.4g}")
+        tokens = read.get(phase["name"], {}).get("tokens", {})
+        told = ", ".join(f"{name} {num:,}" for name, num in tokens.items()) or "not known"
+        rows.append((phase["name"], steps, mixture, told))
+    return table_of(("phase", "steps", "mixture", "tokens read in it"), rows)
+
+
+def _source_table(run: Run, step: int, read: Mapping[str, Mapping[str, Any]]) -> str:
     drawn: Counter[str] = Counter()
     for row in read.values():
         drawn.update(row["tokens"])
@@ -99,19 +107,16 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
     for name in dict.fromkeys([*sources, *drawn]):
         source = sources.get(name) or begun_with.get(name)
         its, num = facts.get(name, {}), drawn[name]
-        epochs = epochs_text(num / its["tokens_per_epoch"]) if its.get("tokens_per_epoch") else "not known"
-        sizes = (f"{its[key]:,}" if key in its else "not known" for key in ("documents", "tokens"))
-        rows.append(
-            (
-                name,
-                _place(source) if source else "not known",
-                *sizes,
-                f"{num:,}" if read else "not known",
-                epochs if read else "not known",
-            )
-        )
+        place = _place(source) if source else "not known"
+        documents, tokens = (f"{its[key]:,}" if key in its else "not known" for key in ("documents", "tokens"))
+        tokens_read = epochs = "not known"
+        if read:
+            tokens_read = f"{num:,}"
+        if read and its.get("tokens_per_epoch"):
+            epochs = epochs_text(num / its["tokens_per_epoch"])
+        rows.append((name, place, documents, tokens, tokens_read, epochs))
     header = ("source", "from", "documents", "tokens in it", "tokens read", "epochs read")
-    return [*parts, table_of(header, rows, right=range(2, 6))]
+    return table_of(header, rows, right=range(2, 6))
 
 
 def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown: list[str]) -> list[str]:
@@ -124,15 +129,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     before = [event for event in run.events if event["step"] <= step]
     points, about = eval_points(before), evalset_facts(before)
     suffix = "" if weights.average is None else f"@{weights.average}"
-    # A set that a resume or rollback at this very step dropped was still judged at it.
-    judged = [event for event in before if event["step"] < step or event["event"] not in ("resume", "rollback")]
-    still_measured = measured_sets(before) | measured_sets(judged)
-    detectable, warned = last_detectable(before), warned_sets(before)
-    worse: dict[str, list[str]] = {}
-    for o in standing_regressions(judged):
-        worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
-    raised = [event for event in judged if event["event"] == "eval_regression"]
-    alarms = {o["set"]: event["step"] for event in raised for o in new_offenders(event)[0]}
+    judged = _Judged.up_to(before, step)
     rows, begun_with = [], run.start["config"]["evalsets"]["sets"]
     for name in [name for name in points if "@" not in name]:
         key = config_name(name)
@@ -144,27 +141,21 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         first = points[name][0]
         # A mean is measured at the end of its phase; earlier evals are of other phases.
         own = [p for p in points.get(name + suffix, ()) if weights.phase is None or p.step == step]
-        last = own[-1] if own else None
-        if last is None:
+        if not own:
             rows.append((*cells, "not measured", *[""] * (3 + len(metric_titles()))))
             continue
+        last = own[-1]
         interval = "-"
         if last.sem is not None and num_windows:
             half = float(student_quantile(0.025, facts["clusters"] - 1)) * last.sem
             interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
-        if name in worse:
-            regressed = f"regressed against its {' and '.join(worse[name])}"
-        else:
-            hidden = unseen(detectable.get(name), tolerance_of(run, name), last.sem)
-            none = f"no alarm now, the last was of step {alarms[name]}" if name in alarms else "no alarm"
-            none += ", but it may be worse" if name in warned else ""
-            regressed = hidden if hidden == NOT_JUDGED else f"{none}; {hidden}" if hidden else none
-        if suffix:  # only the raw parameters are judged
-            regressed = f"raw parameters: {regressed}"
-        if name not in still_measured:
-            regressed = "no longer measured"
+        told = judged.verdict(name, tolerance_of(run, name), last.sem)
+        if name not in judged.still_measured:
+            told = "no longer measured"
+        elif suffix:  # only the raw parameters are judged
+            told = f"raw parameters: {told}"
         change = _change(run, name, suffix, first, last, unknown)
-        rows.append((*cells, f"{last.step:,}", *metric_texts(vars(last)), interval, change, regressed))
+        rows.append((*cells, f"{last.step:,}", *metric_texts(vars(last)), interval, change, told))
     header = ("eval set", "text", "documents", "tokens", "step", *metric_titles())
     intervals = ("95 %", "change since the start", "verdict")
     measured = table_of((*header, *intervals), rows, right=range(2, len(header)))
@@ -179,6 +170,40 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         + f" and cut into disjoint windows of {run.eval_seq_len:,} tokens; every token is scored once, in a "
         "conversation only those of the answers.",
     ]
+
+
+class _Judged(NamedTuple):
+    """What the record up to a step says of the verdicts, by eval set."""
+
+    still_measured: set[str]
+    worse: dict[str, list[str]]  # the baselines that a set stands regressed against
+    alarms: dict[str, int]  # the step of a set's last alarm
+    detectable: Mapping[str, float]
+    warned: Collection[str]
+
+    @staticmethod
+    def up_to(events: Sequence[Mapping[str, Any]], step: int) -> _Judged:
+        """Of the `events` up to `step`. A set that a resume or rollback at that very step dropped was still judged."""
+        judged = [event for event in events if event["step"] < step or event["event"] not in ("resume", "rollback")]
+        worse: dict[str, list[str]] = {}
+        for pair in standing_regressions(judged):
+            worse.setdefault(pair["set"], []).append(pair["baseline"].replace("_", " "))
+        raised = [event for event in judged if event["event"] == "eval_regression"]
+        alarms = {pair["set"]: event["step"] for event in raised for pair in new_offenders(event)[0]}
+        still_measured = measured_sets(events) | measured_sets(judged)
+        return _Judged(still_measured, worse, alarms, last_detectable(events), warned_sets(events))
+
+    def verdict(self, name: str, tolerance: float, sem: float | None) -> str:
+        """Of a set that may rise by `tolerance`, and whose last loss has the standard error `sem`."""
+        if name in self.worse:
+            return f"regressed against its {' and '.join(self.worse[name])}"
+        hidden = unseen(self.detectable.get(name), tolerance, sem)
+        if hidden == NOT_JUDGED:
+            return hidden
+        told = f"no alarm now, the last was of step {self.alarms[name]}" if name in self.alarms else "no alarm"
+        if name in self.warned:
+            told += ", but it may be worse"
+        return f"{told}; {hidden}" if hidden else told
 
 
 def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint, unknown: list[str]) -> str:

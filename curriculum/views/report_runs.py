@@ -119,12 +119,12 @@ def _overlays(
         panels.append(figure(svg, escape(f"{overlay.title} ") + tag("small", without)))
     by_text = [] if comparison is None else [compared for compared in comparison.sets if compared.unit == BITS]
     for compared in by_text:
-        curves = [
-            eval_curve(names[i], colors[names[i]], points, drawn[0].x, "bpb")
-            for i, run in enumerate(runs)
-            if names[i] in {m.run for m in compared.runs}
-            if (points := [p for p in eval_points(run.events).get(compared.name, ()) if p.bpb is not None])
-        ]
+        curves = []
+        of_runs = {measured.run for measured in compared.runs}
+        for name, run in zip(names, runs, strict=True):
+            points = [point for point in eval_points(run.events).get(compared.name, ()) if point.bpb is not None]
+            if name in of_runs and points:
+                curves.append(eval_curve(name, colors[name], points, drawn[0].x, "bpb"))
         title = f"bits per byte of {compared.name}, {listed([curve.label for curve in curves])}"
         svg = figures.eval_chart(title, curves, x_label=drawn[0].x)
         panels.append(figure(svg, escape(f"{compared.name} ") + tag("small", "in bits per byte, each run's documents")))
