@@ -211,14 +211,7 @@ def build_config(
     origin = origin or Origin()
     if not isinstance(data, dict):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
-    problems: Problems = []
-    data = _as_yaml(data, "", problems)
-    if problems:
-        raise InputError(*(origin.problem(*problem) for problem in problems))
-    given = [path for path, option in origin.options.items() if option not in origin.remembered]
-    of_variables = unused(data, given)
-    data, problems = substitute(data, origin.numbers)
-    problems += of_variables
+    data, problems = _plain_data(data, origin)
     not_substituted = {path for path, _ in problems}
     known = [f.name for f in sections()]
     problems += [(str(key), no_such("key", str(key), [*known, "variables"])) for key in data if key not in known]
@@ -244,12 +237,9 @@ def build_config(
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
-    checks = [
-        *CHECKS,
-        *(PATH_CHECKS if check_paths else []),
-        *(TRAIN_CHECKS if trains else []),
-        *(ROW_CHECKS if trains and continues is None else []),
-    ]
+    checks = [*CHECKS, *(PATH_CHECKS if check_paths else [])]
+    if trains:
+        checks += TRAIN_CHECKS if continues is not None else [*TRAIN_CHECKS, *ROW_CHECKS]
     if check_paths and not (own and "tokenizer" in values and own.keeps_tokenizer(_plain(values["tokenizer"]))):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}
@@ -260,6 +250,20 @@ def build_config(
     if inherited is not None:
         origin = dataclasses.replace(origin, inherited_model=inherited.sections["model"])
     return Config(**values, origin=origin)
+
+
+def _plain_data(data: dict, origin: Origin) -> tuple[dict, Problems]:
+    """The data as YAML has it, with variables replaced, and what is wrong with these.
+
+    Raises InputError for what YAML has not.
+    """
+    problems: Problems = []
+    data = _as_yaml(data, "", problems)
+    if problems:
+        raise InputError(*(origin.problem(*problem) for problem in problems))
+    given = [path for path, option in origin.options.items() if option not in origin.remembered]
+    replaced, problems = substitute(data, origin.numbers)
+    return replaced, problems + unused(data, given)
 
 
 def _as_yaml(given: Any, path: str, problems: Problems) -> Any:

@@ -104,13 +104,19 @@ def evaluate(
     from curriculum.train.trained import load_trained
 
     trained = load_trained(saved, store_dir)
+    suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
+    progress = ConsoleProgress(f"measuring step {saved.step:,}", unit=WINDOWS)
+    results = suite.run(trained.params, progress=progress)
     warnings = []
     if trained.unfit_mesh is not None:
         how = f"measured with mesh.data {trained.mesh.size}; sums may differ from training's in the last digits"
         warnings.append(f"{trained.unfit_mesh}: {how}")
-    suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
-    progress = ConsoleProgress(f"measuring step {saved.step:,}", unit=WINDOWS)
-    results = suite.run(trained.params, progress=progress)
+    for name in texts:
+        counts = found[name][1] | dict.fromkeys(unknown)
+        warnings += [_read_warning(evalsets[name], source, count, own) for source, count in counts.items()]
+    warnings += file_warnings({f"eval set {name}": text for name, text in texts.items()})
+    warnings += size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new})
+    warnings += evalset_warnings(evalsets.values())
     return Evaluation(
         run=str(run),
         step=saved.step,
@@ -118,17 +124,7 @@ def evaluate(
         summaries={record_name(name): summarise(result) for name, result in results.items()},
         results={record_name(name): result for name, result in results.items()},
         evalsets={record_name(name): evalset for name, evalset in evalsets.items()},
-        warnings=(
-            *warnings,
-            *(
-                _read_warning(evalsets[name], source, count, own)
-                for name in texts
-                for source, count in (found[name][1] | dict.fromkeys(unknown)).items()
-            ),
-            *file_warnings({f"eval set {name}": text for name, text in texts.items()}),
-            *size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new}),
-            *evalset_warnings(evalsets.values()),
-        ),
+        warnings=tuple(warnings),
     )
 
 

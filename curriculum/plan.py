@@ -121,36 +121,39 @@ def plan_of(
         model = resolved_model(config, vocab_size)
 
     trained = 0 if resumes is None else resumes["step"]
-    if problems := list(
-        row_problems(config.train, config.phases, config.mesh.row_shards, schedule.phases_after(trained))
-    ):
+    ahead = schedule.phases_after(trained)
+    if problems := list(row_problems(config.train, config.phases, config.mesh.row_shards, ahead)):
         raise config.error(problems)
     warnings = [*schedule.warnings, *sizes.warnings]
     warnings += all_warnings(config, schedule, epochs_of, sizes.details, model, trained)
     evals = _evals(config, sizes, schedule, trained, config.eval_sources if resumes is None else resumes["measures"])
-    ahead = schedule.tokens(schedule.total_steps) - schedule.tokens(trained)
-    if evals["tokens"] is not None and ahead:
-        warnings += costly_evals(evals["tokens"], ahead)
+    tokens_ahead = schedule.tokens(schedule.total_steps) - schedule.tokens(trained)
+    if evals["tokens"] is not None and tokens_ahead:
+        warnings += costly_evals(evals["tokens"], tokens_ahead)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         names = first_of(unknown, MOST_SOURCES)
         warnings.append(f"not prepared yet, so epochs are unknown: {names} ({prepare_command(config)})")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
     rates = tuple((step, float(schedule.rates(step))) for step in dict.fromkeys(bounds))
+    parameters = trained_parameters = memory = checkpoint_bytes = None
+    if model is not None:
+        parameters, trained_parameters = num_parameters(model), num_trained(model)
+        memory, checkpoint_bytes = _memory(config, model, schedule, trained), _checkpoint_bytes(config, model)
     return Plan(
         name=config.name,
         total_steps=schedule.total_steps,
         tokens_per_step=constant_tokens_per_step(schedule),
         total_tokens=schedule.tokens(schedule.total_steps),
         custom_model=config.model is None,
-        num_parameters=None if model is None else num_parameters(model),
-        num_trained=None if model is None else num_trained(model),
-        memory=None if model is None else _memory(config, model, schedule, trained),
+        num_parameters=parameters,
+        num_trained=trained_parameters,
+        memory=memory,
         evals=evals,
         checkpoints={
             "num": num_due({schedule.total_steps}, config.checkpoint.every, trained),
             "keep": config.checkpoint.keep,
-            "bytes": None if model is None else _checkpoint_bytes(config, model),
+            "bytes": checkpoint_bytes,
         },
         phases=describe_phases(schedule, config),
         rows=tuple(_rows(schedule, epochs_of)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phases.checks import ScheduleError
 from phases.declared import Curriculum
@@ -64,27 +65,12 @@ def raise_share(
         raise ReplayRefused(f"the run has no update after step {step}")
     old = schedule.segment_at(step)
     rest = old.rest(step)
-
-    def missing(mixture: Mapping[str, float]) -> float:
-        share = mixture.get(source, 0.0)
-        return max(0.0, min(max_share, factor * max(share, _SMALLEST_SHARE)) - share)
-
-    def raised(mixture: Mapping[str, float]) -> dict[str, float]:
-        more = missing(mixture)
-        givers = {name: weight for name, weight in mixture.items() if name != source and name not in spared}
-        room = math.fsum(givers.values())
-        left = room - more
-        if more == 0 or left < -_ROUNDING:
-            return dict(mixture)
-        kept = {name: weight * left / room if left > _ROUNDING else 0.0 for name, weight in givers.items()}
-        edited = {**mixture, **kept, source: mixture.get(source, 0.0) + more}
-        return {name: weight for name, weight in edited.items() if weight > 0}
-
-    ramp = rest.ramp and replace(rest.ramp, from_mixture=raised(rest.ramp.from_mixture))
-    edited = replace(rest, mixture=raised(rest.mixture), ramp=ramp)
+    rise = _Rise(source, factor, max_share, spared)
+    ramp = rest.ramp and replace(rest.ramp, from_mixture=rise.applied(rest.ramp.from_mixture))
+    edited = replace(rest, mixture=rise.applied(rest.mixture), ramp=ramp)
     if edited == rest:
         ends = [rest.mixture, *([rest.ramp.from_mixture] if rest.ramp else [])]
-        if any(missing(mixture) for mixture in ends):
+        if any(rise.missing(mixture) for mixture in ends):
             worse = ", ".join(sorted(name for name in spared if any(name in mixture for mixture in ends)))
             raise ReplayRefused(f"the added share would come from {worse}, whose sets got worse too")
         share = schedule.shares(step).get(source, 0.0)
@@ -101,3 +87,29 @@ def raise_share(
         raise ReplayRefused(f"no more of it would be read by step {until}, where the phase ends")
     past = cut(whole.segments, until)
     return Replay(whole, past, old.phase, until, schedule.shares(step), whole.shares(step))
+
+
+class _Rise(NamedTuple):
+    """A rise of the share of `source` in a mixture, as `raise_share` describes it."""
+
+    source: str
+    factor: float
+    max_share: float
+    spared: Collection[str]
+
+    def missing(self, mixture: Mapping[str, float]) -> float:
+        """How much of a share is to be added."""
+        share = mixture.get(self.source, 0.0)
+        return max(0.0, min(self.max_share, self.factor * max(share, _SMALLEST_SHARE)) - share)
+
+    def applied(self, mixture: Mapping[str, float]) -> dict[str, float]:
+        """The mixture with the raised share; as it is if the other sources have not enough to give."""
+        more = self.missing(mixture)
+        givers = {n: weight for n, weight in mixture.items() if n != self.source and n not in self.spared}
+        room = math.fsum(givers.values())
+        left = room - more
+        if more == 0 or left < -_ROUNDING:
+            return dict(mixture)
+        kept = {name: weight * left / room if left > _ROUNDING else 0.0 for name, weight in givers.items()}
+        raised = {**mixture, **kept, self.source: mixture.get(self.source, 0.0) + more}
+        return {name: weight for name, weight in raised.items() if weight > 0}

@@ -81,25 +81,7 @@ def table(p: Plan) -> list[str]:
     ]
     if several:
         lines += [*_shapes(p), ""]
-    rates = dict(p.rates)
-    header = ("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")
-    rows, ramps = [], {phase["name"]: _ramps(phase) for phase in p.phases}
-    for name, own in groupby(p.rows, key=lambda row: row.phase):
-        for i, row in enumerate(own):
-            steps = f"{row.start:,} to {row.end:,}{ramps[name]}{_trained(p, row.start, row.end)}"
-            first = (name, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
-            rows.append(
-                (
-                    *first,
-                    row.source,
-                    f"{row.share_asked:.2%}",
-                    f"{row.share_given:.2%}",
-                    f"{row.tokens:,}",
-                    "?" if row.epochs_so_far is None else f"{row.epochs_so_far:.3f}",
-                    "" if row.first_repeat_step is None else f"step {row.first_repeat_step:,}",
-                )
-            )
-    lines += columns([header, *rows], right=(2, 4, 5, 6, 7, 8), indent="")
+    lines += _rows(p)
     last_step, last_rate = p.rates[-1]
     lines += ["", f"last update (step {last_step:,}): learning rate {last_rate:.3g}"]
     if p.packing_mode == "best_fit":
@@ -114,6 +96,21 @@ def table(p: Plan) -> list[str]:
         lines.append(f"passed over at {where}: {tokens} tokens")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
+
+
+def _rows(p: Plan) -> list[str]:
+    """The table of what each phase reads."""
+    rates, ramps = dict(p.rates), {phase["name"]: _ramps(phase) for phase in p.phases}
+    rows = [("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")]
+    for name, of_phase in groupby(p.rows, key=lambda row: row.phase):
+        for i, row in enumerate(of_phase):
+            steps = f"{row.start:,} to {row.end:,}{ramps[name]}{_trained(p, row.start, row.end)}"
+            first = (name, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
+            shares = f"{row.share_asked:.2%}", f"{row.share_given:.2%}"
+            epochs = "?" if row.epochs_so_far is None else f"{row.epochs_so_far:.3f}"
+            repeat = "" if row.first_repeat_step is None else f"step {row.first_repeat_step:,}"
+            rows.append((*first, row.source, *shares, f"{row.tokens:,}", epochs, repeat))
+    return columns(rows, right=(2, 4, 5, 6, 7, 8), indent="")
 
 
 def _ramps(phase: dict[str, Any]) -> str:
