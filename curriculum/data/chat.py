@@ -153,30 +153,35 @@ def _turns(messages: object, key: str, template: Template) -> Iterator[Stretch]:
     if not isinstance(messages, list):
         raise InputError(f"{key!r} holds {type_name(messages)}; expected a list of messages with role and content")
     for number, message in enumerate(messages):
-        place = f"{key}[{number}]"
-        if not isinstance(message, dict):
-            raise InputError(f"{place} is {type_name(message)}; expected an object with role and content")
-        for needed in ("role", "content"):
-            if needed not in message:
-                raise InputError(f"{place} has no key {needed!r}; found {found_keys(message)}; rename it in the data")
+        _check_message(message, f"{key}[{number}]", template)
         role = message["role"]
-        if role not in template.chat.roles:
-            remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
-            raise InputError(f"{place}.role is {role!r}; expected {', '.join(template.chat.roles)}; {remedy}")
-        for beside in _UNRENDERED:
-            if message.get(beside) and message[beside] is not True:  # a flag is no text
-                raise InputError(
-                    f"{place} has {beside}, which no template renders, so it would be left out; write it into the "
-                    "content as the model should write it, or leave the key or the conversation out"
-                )
-        weight = message.get("weight")  # a table has null in rows without one
-        if weight not in (None, 0, 1) or isinstance(weight, bool):
-            raise InputError(f"{place}.weight is {weight!r}; expected 0 (not trained on) or 1, or leave it out")
         introduction, close = template.around[role]
-        scored = role == "assistant" and weight != 0
+        scored = role == "assistant" and message.get("weight") != 0
         yield from introduction
-        yield Stretch(checked_text(message["content"], f"{place}.content"), scored)
+        yield Stretch(checked_text(message["content"], f"{key}[{number}].content"), scored)
         yield from (part._replace(scored=scored) for part in close)
+
+
+def _check_message(message: object, place: str, template: Template) -> None:
+    """Raise InputError, which names the `place`, unless a message is one that a template renders whole."""
+    if not isinstance(message, dict):
+        raise InputError(f"{place} is {type_name(message)}; expected an object with role and content")
+    for needed in ("role", "content"):
+        if needed not in message:
+            raise InputError(f"{place} has no key {needed!r}; found {found_keys(message)}; rename it in the data")
+    role = message["role"]
+    if role not in template.chat.roles:
+        remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
+        raise InputError(f"{place}.role is {role!r}; expected {', '.join(template.chat.roles)}; {remedy}")
+    for beside in _UNRENDERED:
+        if message.get(beside) and message[beside] is not True:  # a flag is no text
+            raise InputError(
+                f"{place} has {beside}, which no template renders, so it would be left out; write it into the "
+                "content as the model should write it, or leave the key or the conversation out"
+            )
+    weight = message.get("weight")  # a table has null in rows without one
+    if weight not in (None, 0, 1) or isinstance(weight, bool):
+        raise InputError(f"{place}.weight is {weight!r}; expected 0 (not trained on) or 1, or leave it out")
 
 
 def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:

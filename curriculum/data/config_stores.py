@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.held_out import held_out_piece, split_store
+from curriculum.data.packing import PackingConfig
 from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.prepared import is_prepared
 from curriculum.data.sources import SourceConfig
@@ -56,28 +57,39 @@ def check_edges(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store
         used = any(mark not in (None, NO_SPECIAL) for mark in marks)
     if not used:
         return
-    template, problems = Template.of(config.chat, tokenizer.special_tokens), []
-    added = [] if tokenizer.hf is None else tokenizer.hf.parsed.definition["added_tokens"]
-    for token in added:
+    special = Template.of(config.chat, tokenizer.special_tokens).special
+    if problems := [*_found_elsewhere(special, tokenizer), *_taken_for_edges(special, config.packing, tokenizer)]:
+        raise config.error(problems)
+
+
+def _found_elsewhere(special: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """Special tokens of a template that other programs would not find where it spells them."""
+    if tokenizer.hf is None:
+        return
+    definition = tokenizer.hf.parsed.definition
+    for token in definition["added_tokens"]:
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
-        flags += ["normalized"] * bool(token.get("normalized") and tokenizer.hf.parsed.definition["normalizer"])
-        if flags and token["content"] in template.special:
+        if token.get("normalized") and definition["normalizer"]:
+            flags.append("normalized")
+        if flags and token["content"] in special:
             where = f"added token {token['content']!r} of the tokenizer has {' and '.join(flags)}"
             why = "other programs would find it elsewhere, or drop what stands beside it"
-            problems.append(("chat", f"{where}: {why}; set it to false there"))
-    packing = config.packing
-    for name in template.special:
-        if tokenizer.special_tokens[name] not in (tokenizer.eot, tokenizer.bos):
+            yield "chat", f"{where}: {why}; set it to false there"
+
+
+def _taken_for_edges(special: Sequence[str], packing: PackingConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """Settings that would take special tokens within conversations for the edges of documents."""
+    for name in special:
+        token = tokenizer.special_tokens[name]
+        if token not in (tokenizer.eot, tokenizer.bos):
             continue
         why = f"takes {name} for the edge of a document, which the chat section also spells within conversations"
         if packing.document_mask and packing.mode == "stream":
-            problems.append(("packing.document_mask", f"in mode stream {why}; use mode best_fit"))
+            yield "packing.document_mask", f"in mode stream {why}; use mode best_fit"
         if packing.mask_boundary_loss:
-            problems.append(("packing.mask_boundary_loss", f"{why}; leave it out"))
-        if not packing.train_on_eos and tokenizer.special_tokens[name] == tokenizer.eot:
-            problems.append(("packing.train_on_eos", f"false {why}; leave it out"))
-    if problems:
-        raise config.error(problems)
+            yield "packing.mask_boundary_loss", f"{why}; leave it out"
+        if not packing.train_on_eos and token == tokenizer.eot:
+            yield "packing.train_on_eos", f"false {why}; leave it out"
 
 
 def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:

@@ -172,21 +172,25 @@ def _json_lines(file: SourceFile, source: SourceConfig, template: Template) -> I
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.isspace() or not line:
                 continue
-            try:
-                row = _ROW.decode(line.decode())
-            except (ValueError, RecursionError) as error:
-                # Its own place counts lines within this one.
-                why = (
-                    f"{error.msg.removesuffix(' at')}, column {error.colno}"
-                    if isinstance(error, json.JSONDecodeError)
-                    else error
-                )
-                raise InputError(f"{where}: not JSON ({why}); expected one object per line") from error
-            if not isinstance(row, dict):
-                keys = " and ".join(map(repr, source.keys))
-                raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
+            row = _decoded(line, source, where)
             _check_keys(source, row, where)
             yield from _row_pieces(row, source, template, len(line), where)
+
+
+def _decoded(line: bytes, source: SourceConfig, where: str) -> dict:
+    """The object of a line of JSON."""
+    try:
+        row = _ROW.decode(line.decode())
+    except json.JSONDecodeError as error:
+        # Its own place counts lines within this one.
+        why = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+        raise InputError(f"{where}: not JSON ({why}); expected one object per line") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error}); expected one object per line") from error
+    if not isinstance(row, dict):
+        keys = " and ".join(map(repr, source.keys))
+        raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
+    return row
 
 
 @contextmanager

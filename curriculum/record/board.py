@@ -108,8 +108,6 @@ class Board:
         match event["event"]:
             case "training_start":
                 write(_MAIN, self._hparams(event["config"], wall_time))
-            case "rollback":
-                write(_MAIN, [_text("rollback", verdict(event))])
             case "eval":
                 curves = eval_curves(event)
                 write(_MAIN, _scalars(curves))
@@ -121,7 +119,9 @@ class Board:
                 write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
             case "eval_regression":
                 write(_MAIN, [_text("regressions", verdict(event))])
-            case "eval_recovered" | "gold_checkpoint" | "gold_blocked" | "schedule_edit" | "diverged" as kind:
+            case (
+                "eval_recovered" | "gold_checkpoint" | "gold_blocked" | "schedule_edit" | "rollback" | "diverged"
+            ) as kind:
                 write(_MAIN, [_text(kind, verdict(event))])
             case "generation":
                 write(_MAIN, [_text("generation", _samples_markdown(event))])

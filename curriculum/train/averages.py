@@ -55,9 +55,16 @@ def averages_at(
         averages[PHASE_MEAN] = load_params(folder / phase / "params", state.params)
         return averages, []
     planned = mean_steps(setup.config, start, done, schedule.total_steps)
-    others = from_first(lambda: [[s, *_found(directory, s)] for s in planned if s != done])
-    parts = {s: path for s, path, _ in others if path is not None} | {s: None for s in planned if s == done}
-    missing = "; ".join(f"checkpoint {s} {why}" for s, path, why in others if path is None)
+    parts: dict[int, str | None] = {}  # by step, the checkpoint's path; None: the state itself
+    without: list[str] = []
+    for step, path, why in from_first(lambda: [[s, *_found(directory, s)] for s in planned if s != done]):
+        if path is None:
+            without.append(f"checkpoint {step} {why}")
+        else:
+            parts[step] = path
+    if done in planned:
+        parts[done] = None
+    missing = "; ".join(without)
     if len(parts) < 2:
         return averages, [f"no mean of phase {phase} is taken: {missing}"] if missing else []
     averages[PHASE_MEAN] = _mean(setup, state, directory, parts)
