@@ -71,29 +71,32 @@ def schedule_warnings(
     random = config.adaptation.init_from is None and config.model is not None  # a custom model may know something
     if config.adaptation.replay and random and trained == 0:
         yield "adaptation.replay is set, but the run begins with random parameters: to adapt a model, give --init-from"
-    much: dict[str, float] = {}
-    for name, size in epochs_of.items():
-        source = config.sources.get(name)
-        repeats = source is not None and source.on_exhaust == "repeat"
-        # A source that repeats does not end at its max_epochs, but reading on is worth a warning.
-        cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None
-        if cap is not None and cursors[name] > cap:
-            most = f"beyond its max_epochs of {source.max_epochs:g}"
-            yield f"{name} is read {cursors[name] / size:.3g} times, {most}, as on_exhaust is repeat"
-        elif size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
-            much[name] = cursors[name] / size
-    yield from _much_repeated(much)
+    yield from _read_often(config, cursors, epochs_of)
     yield from _replaced(config)
     yield from _unread(config, schedule)
     yield from _few_evals(config, schedule)
     yield from _shapes_that_do_nothing(config)
+    yield from _decay_that_ends(schedule)
+    yield from _few_to_average(config, schedule, trained)
+
+
+def _decay_that_ends(schedule: Schedule) -> Iterator[str]:
+    """A warning if the learning rate falls, but not to the end."""
     spans = rate_spans(schedule)
     falls = [span for span in spans if span.piece.last < span.piece.first and not span.piece.warmup]
     if spans[-1].piece.last == spans[-1].piece.first and falls:
         ended = min(falls[-1].end, falls[-1].piece.start + falls[-1].piece.steps)
         yield f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
+
+
+def _few_to_average(config: Config, schedule: Schedule, trained: int) -> Iterator[str]:
+    """A warning for each phase to come that has fewer checkpoints than its mean is to be of."""
     wanted = config.averages.phase_mean
-    for phase, start, end in [bounds for bounds in schedule.phase_bounds if wanted and bounds[2] > trained]:
+    if wanted is None:
+        return
+    for phase, start, end in schedule.phase_bounds:
+        if end <= trained:
+            continue
         found = len(mean_steps(config, start, end, schedule.total_steps))
         if found < 2:
             yield f"phase {phase} has {counted(found, 'checkpoint')}: no mean is taken"
@@ -116,17 +119,31 @@ def _much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> 
             )
 
 
-def _much_repeated(epochs: Mapping[str, float]) -> Iterator[str]:
-    """A warning for each source that is read too often; of many, one for all of them."""
+def _read_often(config: Config, cursors: Mapping[str, int], epochs_of: Mapping[str, int | None]) -> Iterator[str]:
+    """A warning for each source that is read beyond its `max_epochs`, or too often; of many, one for all of the latter.
+
+    `cursors` are those at the end of the run.
+    """
+    often: dict[str, float] = {}
+    for name, size in epochs_of.items():
+        source = config.sources.get(name)
+        repeats = source is not None and source.on_exhaust == "repeat"
+        # A source that repeats does not end at its max_epochs, but reading on is worth a warning.
+        cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None
+        if cap is not None and cursors[name] > cap:
+            most = f"beyond its max_epochs of {source.max_epochs:g}"
+            yield f"{name} is read {cursors[name] / size:.3g} times, {most}, as on_exhaust is repeat"
+        elif size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
+            often[name] = cursors[name] / size
     worth = (
         f"above {MAX_EPOCHS_WORTH_FRESH} epochs repeated data is worth less and less (93 % of fresh data at 4 epochs, "
         "66 % at 16: arXiv:2305.16264)"
     )
-    if len(epochs) <= MOST_WARNED:
-        yield from (f"{name} is read {times:.1f} times; {worth}" for name, times in epochs.items())
+    if len(often) <= MOST_WARNED:
+        yield from (f"{name} is read {times:.1f} times; {worth}" for name, times in often.items())
     else:
-        most = ", ".join(largest(epochs, lambda name: f"{name} {epochs[name]:.1f}"))
-        yield f"{len(epochs)} sources are read more than {MAX_EPOCHS_WORTH_FRESH} times ({most}); {worth}"
+        most = ", ".join(largest(often, lambda name: f"{name} {often[name]:.1f}"))
+        yield f"{len(often)} sources are read more than {MAX_EPOCHS_WORTH_FRESH} times ({most}); {worth}"
 
 
 def _replaced(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -168,20 +168,16 @@ def rise_chart(
 
         drawn = []
         for row, (name, of_set) in enumerate(sets.items()):
-            per_column = -(-len(of_set) // _MAX_COLUMNS)
-            begun = of_set[0][0]
-            for i in range(1, len(of_set), per_column):
-                column = of_set[i : i + per_column]
-                step, rise = max(column, key=lambda told: told[1])
-                (left, top), (right, bottom) = place(begun, row + 0.1), place(column[-1][0], row + 0.9)
-                begun = column[-1][0]
+            for begun, end, step, rise in _columns(of_set):
                 color, depth = (PALETTE[1], rise / largest) if math.isfinite(rise) else (RED, 1)
-                if depth >= 0.02:
-                    told = escape(f"{name}, step {step:,}: {f'{rise:+.4f}' if math.isfinite(rise) else 'not finite'}")
-                    drawn.append(
-                        f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
-                        f'fill="{color}" fill-opacity="{depth:.2f}"><title>{told}</title></rect>'
-                    )
+                if depth < 0.02:
+                    continue
+                (left, top), (right, bottom) = place(begun, row + 0.1), place(end, row + 0.9)
+                told = escape(f"{name}, step {step:,}: {f'{rise:+.4f}' if math.isfinite(rise) else 'not finite'}")
+                drawn.append(
+                    f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
+                    f'fill="{color}" fill-opacity="{depth:.2f}"><title>{told}</title></rect>'
+                )
             for mark in marks.get(name, ()):
                 if mark.kind == "regressed":
                     x, y = place(mark.step, row + 0.5)
@@ -189,6 +185,18 @@ def rise_chart(
                     shape = f"M{x - 5:.1f},{y + 4:.1f}L{x + 5:.1f},{y + 4:.1f}L{x:.1f},{y - 5:.1f}Z"
                     drawn.append(f'<path d="{shape}" fill="{RED}"><title>{told}</title></path>')
         return _svg(figure, title, "\n".join(drawn))
+
+
+def _columns(of_set: Sequence[tuple[int, float]]) -> Iterator[tuple[int, int, int, float]]:
+    """(first step, last step, step of the largest rise, that rise) of at most _MAX_COLUMNS stretches of evals."""
+    per_column = -(-len(of_set) // _MAX_COLUMNS)
+    begun = of_set[0][0]
+    for i in range(1, len(of_set), per_column):
+        column = of_set[i : i + per_column]
+        end = column[-1][0]
+        step, rise = max(column, key=lambda measured: measured[1])
+        yield begun, end, step, rise
+        begun = end
 
 
 def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, from_zero: bool = False) -> str:

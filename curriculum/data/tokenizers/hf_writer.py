@@ -78,7 +78,10 @@ def is_qwen(tokenizer: Tokenizer) -> bool:
 
 
 def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of DEFINITION_NAME for a tokenizer that was made here."""
+    """The content of DEFINITION_NAME for a tokenizer that was made here.
+
+    Special tokens are in the vocabulary too, so that they keep their ids even if there are gaps between ids.
+    """
     added = [{"id": token, "content": name, **_NO_MATCH} for name, token in tokenizer.special_tokens.items()]
     definition: dict[str, Any] = {
         "version": "1.0",
@@ -88,18 +91,23 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
         "normalizer": None,
         "post_processor": None,
     }
-    # Special tokens are in the vocabulary too, so that they keep their ids even if there are gaps between ids.
-    if tokenizer.kind == "char":
-        characters = {token.decode(): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
-        # WordLevel without its unknown token raises an error for an unknown character; BPE would drop it.
-        model = {"type": "WordLevel", "vocab": characters | tokenizer.special_tokens, "unk_token": "<unk>"}
-        pre_tokenizer = _split(r"[\s\S]")
-        return definition | {"model": model, "pre_tokenizer": pre_tokenizer, "decoder": {"type": "Fuse"}}
+    return definition | (_of_characters(tokenizer) if tokenizer.kind == "char" else _of_bytes(tokenizer))
+
+
+def _of_characters(tokenizer: Tokenizer) -> dict[str, Any]:
+    characters = {token.decode(): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
+    # WordLevel without its unknown token raises an error for an unknown character; BPE would drop it.
+    model = {"type": "WordLevel", "vocab": characters | tokenizer.special_tokens, "unk_token": "<unk>"}
+    return {"model": model, "pre_tokenizer": _split(r"[\s\S]"), "decoder": {"type": "Fuse"}}
+
+
+def _of_bytes(tokenizer: Tokenizer) -> dict[str, Any]:
     letters = {byte: letter for letter, byte in byte_level_letters().items()}
 
     def spelled(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
+    vocabulary = {spelled(token): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
     model = {
         "type": "BPE",
         "dropout": None,
@@ -111,8 +119,7 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
         # As in tiktoken, a stretch that is itself a token becomes that token. Not for bytes, whose whole text is one
         # stretch.
         "ignore_merges": tokenizer.pattern is not None,
-        "vocab": {spelled(token): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
-        | tokenizer.special_tokens,
+        "vocab": vocabulary | tokenizer.special_tokens,
         "merges": [[spelled(left), spelled(right)] for left, right in merges_of(tokenizer.tokens)],
     }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -123,8 +130,7 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
     else:
         cut = _split(onig_pattern(tokenizer.pattern))
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [cut, byte_level | {"use_regex": False}]}
-    decoder = byte_level | {"use_regex": True}
-    return definition | {"model": model, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
+    return {"model": model, "pre_tokenizer": pre_tokenizer, "decoder": byte_level | {"use_regex": True}}
 
 
 def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
