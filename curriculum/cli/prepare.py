@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import click
 
 from curriculum.cli.options import config_options
 from curriculum.errors import InputError
 from curriculum.record.wording import counted
+
+if TYPE_CHECKING:
+    from curriculum.config import Config
+    from curriculum.data.corpus import Corpus
 
 
 @click.command()
@@ -46,12 +51,20 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
     from curriculum.plan_warnings import evalset_warnings
-    from curriculum.record.events import record_name
     from curriculum.scheduling import check_schedule
 
     config = load_config(config_path, **changes)
     check_schedule(config)
     corpus = load_corpus(config, store_dir)
+    _tell(corpus, config)
+    for warning in (*corpus.warnings, *evalset_warnings(corpus.evalsets.values())):
+        click.echo(f"warning: {warning}")
+
+
+def _tell(corpus: Corpus, config: Config) -> None:
+    """A line on the tokenizer, each source and each eval set."""
+    from curriculum.record.events import record_name
+
     click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")
     for name, details in corpus.details.items():
         empty = _empty(details.get("empty_documents", 0))
@@ -68,8 +81,6 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
             f"eval set {record_name(name)}: {counted(evalset.num_documents, 'document')}, "
             f"{counted(evalset.num_windows, 'window')}, {counted(evalset.num_tokens, 'token')}"
         )
-    for warning in (*corpus.warnings, *evalset_warnings(corpus.evalsets.values())):
-        click.echo(f"warning: {warning}")
 
 
 def _empty(num_empty: int) -> str:

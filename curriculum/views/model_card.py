@@ -141,56 +141,66 @@ def _lineage(run: Run) -> list[str]:
 
 
 def _loading(run: Run, exported: Exported) -> list[str]:
-    kind = exported.kind
-    library = "peft" if kind == "peft" else "transformers"
-    before = [f"In this folder, with {library}:"]
-    where, more = '"."', ""
-    if kind == "gguf":
-        prompt = "-p 'Once'" if exported.template is None else "--jinja -cnv"
-        run_it = fenced("", f"llama-cli -m model.gguf {prompt}")
-        fields = fields_for_transformers(exported.config)
-        if fields is None:
-            other = "What transformers reads from such a file is not this model; `--format hf` writes a folder for it."
-            return ["With llama.cpp:", run_it, other]
-        before = ["With llama.cpp, or in this folder with transformers:", run_it]
-        where, more = '".", gguf_file="model.gguf"', "".join(f", {key}={value}" for key, value in fields.items())
-    loader, imports = "AutoModelForCausalLM", ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    if kind == "peft":
-        loader = "AutoPeftModelForCausalLM"
+    after = ["The prompt begins with the token that preceded every document of the evals."]
+    if exported.template is not None:
+        after += _conversation(exported.template)
+    if exported.kind == "peft":
+        code = _python("AutoPeftModelForCausalLM", '"."', "", exported)
+        return ["In this folder, with peft:", code, *after, *_base_of_adapters(run)]
+    if exported.kind == "hf":
+        others = "For vllm, and for llama.cpp with its converter (or `curriculum export RUN --format gguf`):"
+        serve = fenced("", "vllm serve .\npython convert_hf_to_gguf.py .")
+        code = _python("AutoModelForCausalLM", '"."', "", exported)
+        return ["In this folder, with transformers:", code, *after, others, serve]
+    prompt = "-p 'Once'" if exported.template is None else "--jinja -cnv"
+    run_it = fenced("", f"llama-cli -m model.gguf {prompt}")
+    fields = fields_for_transformers(exported.config)
+    if fields is None:
+        other = "What transformers reads from such a file is not this model; `--format hf` writes a folder for it."
+        return ["With llama.cpp:", run_it, other]
+    told = "".join(f", {key}={value}" for key, value in fields.items())
+    code = _python("AutoModelForCausalLM", '".", gguf_file="model.gguf"', told, exported)
+    return ["With llama.cpp, or in this folder with transformers:", run_it, code, *after]
+
+
+def _python(loader: str, where: str, fields: str, exported: Exported) -> str:
+    """Python that loads model and tokenizer from `where`, and continues a prompt; `fields` are what the file lacks."""
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if exported.kind == "peft":
         imports = [f"from peft import {loader}", "from transformers import AutoTokenizer"]
     code = [
         "import torch",
         *imports,
         "",
-        f"model = {loader}.from_pretrained({where}{more})",
+        f"model = {loader}.from_pretrained({where}{fields})",
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
         *_prompt(exported),
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
     ]
-    after = ["The prompt begins with the token that preceded every document of the evals."]
-    if exported.template is not None:
-        after += _conversation(exported.template)
-    if kind == "peft":
-        after.append(
-            "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
-            "writes that model with them folded in."
+    return fenced("python", "\n".join(code))
+
+
+def _base_of_adapters(run: Run) -> list[str]:
+    """Where the model is that adapters are for, and what has to be done before peft finds it."""
+    told = [
+        "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
+        "writes that model with them folded in."
+    ]
+    base = _beginning(run)
+    if base is None:
+        return told
+    if base.get("kind") != "hf":
+        directory = shlex.quote(base_directory(base))
+        export = f"curriculum export {directory} --step {base['step']} --format hf -o base"
+        read_by = f"It names a checkpoint of a run, which peft cannot read: export it with `{export}`"
+        told.append(f"{read_by}, and write that folder into it.")
+    elif not Path(base["init_from"]).is_absolute():
+        told.append(
+            "It names that model by a path relative to where the run was trained; peft resolves it from where "
+            "Python is started: start Python there and give this folder's path, or write another path or a hub "
+            "name into it."
         )
-        base = _beginning(run)
-        if base is not None and base.get("kind") == "hf" and not Path(base["init_from"]).is_absolute():
-            after.append(
-                "It names that model by a path relative to where the run was trained; peft resolves it from where "
-                "Python is started: start Python there and give this folder's path, or write another path or a hub "
-                "name into it."
-            )
-        if base is not None and base.get("kind") != "hf":
-            directory = shlex.quote(base_directory(base))
-            export = f"curriculum export {directory} --step {base['step']} --format hf -o base"
-            read_by = f"It names a checkpoint of a run, which peft cannot read: export it with `{export}`"
-            after.append(f"{read_by}, and write that folder into it.")
-    if kind == "hf":
-        after.append("For vllm, and for llama.cpp with its converter (or `curriculum export RUN --format gguf`):")
-        after.append(fenced("", "vllm serve .\npython convert_hf_to_gguf.py ."))
-    return [*before, fenced("python", "\n".join(code)), *after]
+    return told
 
 
 def _prompt(exported: Exported) -> list[str]:
