@@ -224,11 +224,12 @@ def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int, first
     }
     num = {name: due[name] + (name in first) for name in due}
     averages = config.averages
-    num_means = sum(end > trained for end in schedule.phase_ends) if averages.phase_mean is not None else 0
-    measured = {
-        name: num[name] + num_means + (0 if averages.ema_decay is None else num[name] if trained else due[name])
-        for name in num
-    }
+    measured = dict(num)
+    for name in measured:
+        if averages.phase_mean is not None:
+            measured[name] += sum(end > trained for end in schedule.phase_ends)
+        if averages.ema_decay is not None:
+            measured[name] += num[name] if trained else due[name]  # at step 0 there is none
     known = None not in sizes.evalset_tokens.values()
     return {
         "num": max(num.values()),
@@ -261,6 +262,9 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule, trained: int
     if moments is None:
         return None
     model = replace(model, dropout=0.0) if config.train.deterministic else model
+    update_bytes = 0
+    if config.optim.name == "muon":
+        update_bytes = MUON_ARRAYS * FLOAT32_BYTES * (num_adapters(model) or num_projections(model))
     for segment, backend in product(ahead, estimates):
         grad_accum = num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size)
         rows = max(segment.batch_size // grad_accum // mesh.row_shards, 1)  # what is trained had other devices perhaps
@@ -273,10 +277,7 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule, trained: int
             moments_per_parameter=moments,
             ema=config.averages.ema_decay is not None,
             document_mask=config.packing.document_mask,
-            update_bytes=MUON_ARRAYS
-            * FLOAT32_BYTES
-            * (num_adapters(model) or num_projections(model))
-            * (config.optim.name == "muon"),
+            update_bytes=update_bytes,
             **split,
         )
         shape = {"phase": segment.phase, "rows": rows, "seq_len": segment.seq_len}

@@ -214,9 +214,9 @@ def _entry(part: str, names: list[str | None], as_number: bool) -> int | None:
 
 
 def _no_such_entry(part: str, names: list[str | None], path: str) -> str:
-    indices = f" (0 to {len(names) - 1})" if len(names) > 1 else " (0)" if names else ""
-    entries = "1 entry" if len(names) == 1 else f"{len(names)} entries"
-    message = f"{path} has {entries}{indices}, got {part!r}"
+    num = len(names)
+    entries = {0: "0 entries", 1: "1 entry (0)"}.get(num, f"{num} entries (0 to {num - 1})")
+    message = f"{path} has {entries}, got {part!r}"
     known = [name for name in names if name is not None]
     if near := nearest(part, known):
         message += f"; did you mean {near!r}?"
