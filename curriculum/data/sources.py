@@ -1,13 +1,13 @@
 """Sources of text: how a config names them, and the files that hold their documents."""
 
+import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from curriculum.data.saved_datasets import rows_of
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, InputError
 from phases.schedule import OnExhaust
@@ -17,6 +17,9 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson", *(rows + end for end in COMPRESSED for rows in (".jsonl", ".ndjson", ".json")))
 COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 FLAT = ".bin"
+# What `datasets` writes beside rows that it saves: the first lists the files that hold them, in the folder of a
+# dataset; the second names the datasets in a folder of several.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
     try:
         if not stat.S_ISDIR(os.stat(root).st_mode):
             return [_describe(root, os.path.basename(root))]
-        read = rows_of(root, sorted(_walk(root)), _glob_pattern(source.glob).fullmatch)
+        read = _without_notes(root, sorted(_walk(root)), _glob_pattern(source.glob).fullmatch)
         files = [_describe(os.path.join(root, relative), relative) for relative in read]
     except OSError as error:
         where = error.filename or source.path
@@ -141,6 +144,56 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
             f"{source.path}: no file in this folder matches glob {source.glob!r}; name another glob or path"
         )
     return files
+
+
+def _without_notes(root: str, names: Sequence[str], wanted: Callable[[str], object]) -> list[str]:
+    """The names of files below `root` that are `wanted`, without the notes of `datasets` and the caches of its `map`.
+
+    Raises InputError and OSError as `source_files` does.
+    """
+    listed: dict[str, set[str]] = {}  # by folder
+    splits: dict[str, list[str]] = {}  # by note
+    for name in names:
+        folder, base = os.path.split(name)
+        if base == _STATE:
+            rows = _noted(root, name, lambda state: [file["filename"] for file in state["_data_files"]])
+            if rows is None:
+                continue
+            listed[folder] = {os.path.join(folder, row) for row in rows}
+            if missing := sorted(listed[folder].difference(names)):
+                where = os.path.join(root, name)
+                raise InputError(
+                    f"{where}: lists {missing[0]}, which is not there; expected the whole folder; save it again"
+                )
+        elif base == _SPLITS and (noted := _noted(root, name, lambda note: list(note["splits"]))):
+            splits[name] = noted
+    kept = (name for name in names if name not in splits and wanted(name))
+    read = [name for name in kept if name in listed.get(os.path.dirname(name), (name,))]
+    for name, noted in splits.items():
+        _check_one_split(root, os.path.dirname(name), noted, read)
+    return read
+
+
+def _check_one_split(root: str, folder: str, splits: Sequence[str], read: Sequence[str]) -> None:
+    """Raise InputError if several splits that were saved together would be read as one text."""
+    within = {split: os.path.join(folder, split) for split in splits}
+    found = [split for split, inside in within.items() if any(path.startswith(f"{inside}/") for path in read)]
+    if len(found) > 1:
+        one = os.path.join(root, within["train" if "train" in found else found[0]])
+        raise InputError(
+            f"{os.path.join(root, folder).rstrip('/')}: holds several splits ({', '.join(found)}), which would be "
+            f"read as one text; give the folder of one of them, such as {one}"
+        )
+
+
+def _noted(root: str, name: str, part: Callable[[dict], list[str]]) -> list[str] | None:
+    """The names that a note of `datasets` lists; None if the file is another one of its name."""
+    try:
+        with open(os.path.join(root, name), "rb") as stream:
+            names = part(json.load(stream))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return names if all(isinstance(name, str) for name in names) else None
 
 
 def would_read(source: SourceConfig, path: str | os.PathLike) -> bool:
