@@ -124,11 +124,13 @@ class Console:
             case "checkpoint_failed":
                 self._checkpoint_step = event["last_good_step"]
                 self._print(verdict(event), color=_COLORS["checkpoint_failed"])
-            case "gold_blocked" | "gold_checkpoint" as kind:
-                before, self._blocked = self._blocked, event if kind == "gold_blocked" else None
-                again = before and self._blocked and before["guard"] == event["guard"]
-                if not again:  # many would tell the same
+            case "gold_blocked":
+                before, self._blocked = self._blocked, event
+                if before is None or before["guard"] != event["guard"]:  # many in a row would tell the same
                     self._print(verdict(event))
+            case "gold_checkpoint":
+                self._blocked = None
+                self._print(verdict(event))
             case "generation":
                 self._print(*sample_lines(event))
             case "training_complete":
