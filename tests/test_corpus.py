@@ -99,6 +99,63 @@ def test_what_is_wrong_with_folders_and_eval_sets_is_told_before_a_source_is_tok
     assert list(corpus.details) == ["web", "book"] and list(corpus.evalsets) == ["primary", "dom"]
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "char"])
+def test_text_that_will_be_refused_is_told_before_it_is_prepared(folder, tokenizer):
+    """By its first row, or the columns of its first table; the rest is not looked at."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    chats = folder / "chats"
+    chats.mkdir()
+    (chats / "a.jsonl").write_text('{"messages": [{"role": "bot", "content": "x"}]}\n')
+    (chats / "b.jsonl").write_text("no row\n")
+    (folder / "later.jsonl").write_text('{"text": "a row"}\nno row\n')
+    (folder / "zeros").write_bytes(b"\0" * 9)
+    write_table(pyarrow.table({"body": ["a", "b"]}), "rows.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "rows.parquet").read_bytes()[:-1])
+    for source, refused in (
+        (
+            {"path": "web.jsonl", "text_key": "texts"},
+            "web.jsonl:1: no key 'texts'; found 'text'; did you mean text_key",
+        ),
+        ({"path": "rows.parquet"}, "rows.parquet: no key 'text'; found 'body'"),
+        ({"path": "cut.parquet", "text_key": "body"}, "expected a complete parquet file"),
+        ({"path": "chats", "format": "messages"}, "a.jsonl:1: messages.0..role"),
+        ({"path": "zeros"}, "zeros: byte 0 is NUL"),
+        ({"path": "later.jsonl"}, None),
+        ({"path": "rows.parquet", "text_key": "body"}, None),
+    ):
+        as_source = {"sources": {"web": source}, **ONE_PHASE}
+        as_evalset = {"evalsets": {"primary": PRIMARY, "sets": {"dom": source}}}
+        for change in (as_source, as_evalset):
+            config = config_of(tokenizer={"kind": tokenizer}, **change)
+            if refused is None:
+                assert find_sizes(config, folder / "store").tokens_per_epoch["web"] is None
+            else:
+                with pytest.raises(InputError, match=refused):
+                    find_sizes(config, folder / "store")
+                if tokenizer == "byte":  # the characters of val.jsonl are not all in web
+                    with pytest.raises(InputError, match=refused):
+                        load_corpus(config, folder / "other")
+    assert not (folder / "store").exists()
+
+
+def test_an_eval_set_with_all_text_of_a_source_is_told_before_it_is_prepared(folder):
+    (folder / "link.jsonl").symlink_to("web.jsonl")
+    sets = {"dom": {"path": str(folder / "web.jsonl")}, "other": {"path": "link.jsonl", "max_sequences": 2}}
+    config = config_of({"web": "10%"}, sets=sets)
+    told = r"sources.web: web.jsonl is the text of eval sets 'dom', 'other' too, .*; use held_out_of: web there"
+    with pytest.raises(InputError, match=told):
+        find_sizes(config, folder / "store")
+    with pytest.raises(InputError, match="sources.web: .* occur in eval sets 'dom', 'other', more than 1%"):
+        load_corpus(config, folder / "store")
+    write_rows(folder / "again.jsonl", rows("again", 3))
+    other_key = config_of(sets={"dom": {"path": "web.jsonl", "text_key": "text"}, "key": {"path": "again.jsonl"}})
+    with pytest.raises(InputError, match="sources.web: .* eval set 'dom' too"):
+        find_sizes(other_key, folder / "new")
+    find_sizes(config_of(sets={"key": {"path": "again.jsonl"}}), folder / "new")
+
+
 def test_files_that_look_like_rows_and_are_read_as_text_are_told(folder):
     (folder / "web.json").write_text((folder / "web.jsonl").read_text())  # JSON lines under another name
     for name in ("tables/a.CSV", "tables/b/c.tsv", "mixed/a.json", "mixed/b.txt", "val.json"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from curriculum.config import Config
 from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.packing import PackingConfig
+from curriculum.data.pieces import check_beginning
 from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.prepared import is_prepared
 from curriculum.data.sources import SourceConfig
@@ -90,6 +92,29 @@ def _taken_for_edges(special: Sequence[str], packing: PackingConfig, tokenizer: 
             yield "packing.mask_boundary_loss", f"{why}; leave it out"
         if not packing.train_on_eos and token == tokenizer.eot:
             yield "packing.train_on_eos", f"false {why}; leave it out"
+
+
+def check_unprepared(config: Config, stores: Stores) -> None:
+    """Raise InputError if preparing what is not in `stores` will be refused, as far as this is seen at once.
+
+    That is in the first row of a source or eval set, and in an eval set that has the text of a source.
+    """
+    own = own_sources(config)
+    for name, source in config.sources.items():
+        if same := [evalset for evalset, text in own.items() if _text_read(text) == _text_read(source)]:
+            several = f"eval set{'s' * (len(same) > 1)} {', '.join(map(repr, same))}"
+            what = f"{source.location} is the text of {several} too, so nothing is left to train on"
+            raise config.error([(f"sources.{name}", f"{what}; use held_out_of: {name} there, or name other text")])
+    made = {*stores.sources, *map(place_of, stores.evalsets)}
+    for name, source in {**config.sources, **{place_of(name): source for name, source in own.items()}}.items():
+        if not (name in made or source.is_missing or source.is_flat or is_prepared(source)):
+            check_beginning(source, Template(config.chat))
+
+
+def _text_read(source: SourceConfig) -> tuple:
+    """What is equal only for sources with the same documents."""
+    path = None if source.path is None else os.path.realpath(source.local_path)
+    return path, source.hf, source.glob, source.keys, source.format
 
 
 def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:

@@ -15,6 +15,7 @@ from curriculum.data.chat import CHATML, CHATML_TURN
 from curriculum.data.config_stores import (
     Stores,
     check_edges,
+    check_unprepared,
     divided_document,
     drop_evals,
     find_stores,
@@ -205,9 +206,9 @@ def _hashes_read(
 
 
 def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Sizes:
-    """The sizes of what is prepared already, from file times and stores; no source is read.
+    """The sizes of what is prepared already, from file times and stores; of other text only the first row is read.
 
-    `tokenizer` replaces the config's.
+    `tokenizer` replaces the config's. Raises InputError as `load_corpus` does, as far as is known.
     """
     tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     stores = Stores({}, {}, {}, {})
@@ -216,6 +217,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         stores = find_stores(config, tokenizer, store_dir)
         check_edges(config, tokenizer, stores.sources)
     kept, dropped = drop_evals(config, tokenizer, stores)
+    check_unprepared(config, stores)
     details = {}
     for name, store in stores.sources.items():
         held, packing = _details(store, kept[name], dropped[name]), None

@@ -69,17 +69,35 @@ def read_pieces(source: SourceConfig, template: Template = AS_TEXT) -> Iterator[
     files = source_files(source)
     check_rows(source, files)
     for file in files:
-        suffix = suffix_of(file.path)
-        try:
-            if suffix in JSON_LINES:
-                yield from _json_lines(file, source, template)
-            elif suffix in COLUMNAR:
-                with open_table(file.path, COLUMNAR[suffix], source.keys) as (names, batches):
-                    yield from _rows_of(names, batches, source, template, file.path)
-            else:
-                yield from _plain_text(file)
-        except OSError as error:
-            raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
+        yield from _file_pieces(file, source, template)
+
+
+def _file_pieces(
+    file: SourceFile, source: SourceConfig, template: Template, tables_rows: bool = True
+) -> Iterator[Piece]:
+    """The pieces of a file. Without `tables_rows` only the columns of a table are checked."""
+    suffix = suffix_of(file.path)
+    try:
+        if suffix in JSON_LINES:
+            yield from _json_lines(file, source, template)
+        elif suffix in COLUMNAR:
+            with open_table(file.path, COLUMNAR[suffix], source.keys) as (names, batches):
+                yield from _rows_of(names, batches if tables_rows else (), source, template, file.path)
+        else:
+            yield from _plain_text(file)
+    except OSError as error:
+        raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
+
+
+def check_beginning(source: SourceConfig, template: Template) -> None:
+    """Raise InputError as `read_pieces` does for the first piece of a source, or for the columns of its first table.
+
+    Reads no other file, no row of a table, whose batches may be large, and nothing of the hub.
+    """
+    if source.hf is None:
+        files = source_files(source)
+        check_rows(source, files)
+        next(_file_pieces(files[0], source, template, tables_rows=False), None)
 
 
 def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
