@@ -145,10 +145,31 @@ class CheckpointGone(InputError):
 def check_there(checkpoint: Path) -> None:
     """Raise CheckpointGone if a checkpoint that was found is no longer there: it is not damaged."""
     if not checkpoint.exists():
+        place = checkpoint.parent
+        there = ", ".join(map(str, step_folders(place))) or "nothing"
         raise CheckpointGone(
             f"{checkpoint}: is gone: a training run keeps only its newest checkpoints (checkpoint.keep) and "
-            "their golds; try again, or wait for the run to end"
+            "their golds; try again, or wait for the run to end; if none trains here, it was moved, or its disk is "
+            f"away: {place} now holds {there}{_as_recorded(RunDirectory(place.parent))}; put it back, or take another "
+            "step"
         )
+
+
+def saved_steps(directory: RunDirectory) -> list[int]:
+    """Steps whose checkpoints were whole, by the run's record; the newest may not have been. None if it is broken."""
+    try:
+        events = read_events(directory.path)
+    except InputError:
+        return []
+    failed = {event["path"] for event in events if event["event"] == "checkpoint_failed"}
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    over = bool(events) and events[-1]["event"] == "training_complete"  # it waits for the last one
+    return [event["step"] for event in (saved if over else saved[:-1]) if event["path"] not in failed]
+
+
+def _as_recorded(directory: RunDirectory) -> str:
+    steps = saved_steps(directory)
+    return f", and the newest in the record is {steps[-1]}" if steps else ""
 
 
 def checkpoint_steps(place: Path) -> list[int]:

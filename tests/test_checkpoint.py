@@ -24,7 +24,8 @@ from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
-from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, undamaged
+from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, saved_steps, undamaged
+from curriculum.plan_resumed import plan_resumed
 from curriculum.record.sentences import verdict
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
@@ -345,8 +346,12 @@ def test_a_checkpoint_that_was_deleted_meanwhile_is_not_called_damaged(run):
     for read in (lambda: undamaged(folder), lambda: load_params(folder / "params")):
         with pytest.raises(
             InputError, match=r"checkpoints/8: is gone: a training run keeps only its newest .*try again"
-        ):
+        ) as told:
             read()
+        there = (
+            f"{run}/checkpoints now holds 10, 12, and the newest in the record is 12; put it back, or take another step"
+        )
+        assert str(told.value).endswith(f"if none trains here, it was moved, or its disk is away: {there}")
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_anew_unless_it_was_named(run, capsys):
@@ -384,6 +389,64 @@ def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):
     tiny_train(place, run, "latest")
     assert "no checkpoint verifies: the run starts over" in capsys.readouterr().err
     assert_same_run(run, whole)
+
+
+def test_a_run_whose_checkpoints_are_all_gone_does_not_begin_anew(run, place):
+    """Their disk may be away. The record is left as it is."""
+    for folder in ("checkpoints", "gold"):
+        shutil.rmtree(run / folder)
+    before = {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"}
+    told = (
+        f"{run}/checkpoints: holds no checkpoint, nor do {run}/gold and {run}/kept, but the record has those of 6 steps "
+        f"up to 12: if they were moved, or their disk is away, put them back; to begin at step 0, give another --run-dir,"
+        f" or move {run}/events.jsonl away"
+    )
+    for ask in (
+        lambda: tiny_train(place, run, "latest"),
+        lambda: plan_resumed(build_config(tiny_data(place)), run, store_dir=place / "store"),
+    ):
+        with pytest.raises(InputError) as error:
+            ask()
+        assert str(error.value) == told
+    assert {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"} == before
+    (run / "events.jsonl").rename(run / "old.jsonl")
+    tiny_train(place, run, "latest")
+    assert [e["step"] for e in load_run(run).events if e["event"] == "checkpoint"] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_checkpoint_that_may_never_have_been_whole_is_not_missed(run, place, capsys):
+    """Its event comes first: a run that is killed while it saves its first one begins anew, as does one whose disk was
+    full, or whose checkpoints were all damaged and set aside."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    first = next(i for i, event in enumerate(events) if event["event"] == "checkpoint")
+    failed = [{**events[first], "event": "checkpoint_failed"}, *events[first + 1 : first + 4]]
+    assert saved_steps(RunDirectory(run)) == [2, 4, 6, 8, 10, 12]
+    for kept, steps in (
+        (events[:-1], [2, 4, 6, 8, 10]),
+        ([*events[: first + 1]], []),
+        ([*events[: first + 1], *failed], []),
+    ):
+        (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+        assert saved_steps(RunDirectory(run)) == steps
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run / "superseded").mkdir()
+    (run / "checkpoints/12").rename(run / "superseded/12")
+    for folder in ("checkpoints", "gold"):
+        shutil.rmtree(run / folder)
+    tiny_train(place, run, "latest")
+    assert f"{run}: the run in it has no checkpoint: nothing to resume" in capsys.readouterr().err
+
+
+def test_a_run_on_two_disks_says_so(run, place, monkeypatch):
+    def across(path, to):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path), None, str(to))
+
+    monkeypatch.setattr(Path, "rename", across)
+    told = (
+        f"checkpoints/12: Invalid cross-device link: .*its folder is on another disk than {run}: put all of the run on"
+    )
+    with pytest.raises(InputError, match=told):
+        tiny_train(place, run, 10)
 
 
 def test_where_there_is_nothing_to_resume_that_is_told(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -86,9 +87,12 @@ def writable(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        fix = "free disk space, grant write permission"
+        if error.errno == errno.EXDEV:
+            fix = f"its folder is on another disk than {directory.path}: put all of the run on one"
         raise InputError(
-            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; fix that (free "
-            "disk space, grant write permission), then start again, or continue with --resume latest"
+            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; fix that ({fix}), "
+            "then start again, or continue with --resume latest"
         ) from None
 
 

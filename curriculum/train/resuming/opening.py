@@ -15,9 +15,10 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.lock import RunLock
 from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import read_ledger
+from curriculum.find_checkpoint import read_ledger, saved_steps
 from curriculum.record.events import EVENTS
 from curriculum.record.wandb_log import check_wandb
+from curriculum.record.wording import counted
 from curriculum.run_directory import RunDirectory, step_folders
 from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.resuming import going_back, ledger
@@ -32,7 +33,7 @@ def claim(
 
     If there is nothing to resume, a line on stderr says so: the folder may not be the one that was meant. Raises
     InputError if the directory is unusable, if it holds a run and `resume` is None, if the checkpoint asked for is not
-    there, or if another process trains the run.
+    there, or all that the run had are gone, or if another process trains the run.
     """
     directory.check_usable()
     if directory.holds_run() and resume is None:
@@ -72,7 +73,19 @@ def check_apart(config: Config, directory: RunDirectory) -> None:
 
 
 def nothing_to_resume(directory: RunDirectory) -> str:
-    """The message when a run was to be resumed, but begins."""
+    """The message when a run was to be resumed, but begins.
+
+    Raises InputError if by its record there were checkpoints, which are not even in `superseded/`: it would begin anew
+    only because the disk that they are on is away.
+    """
+    saved = saved_steps(directory)
+    if saved and not any((directory.superseded / str(step)).exists() for step in saved):
+        raise InputError(
+            f"{directory.checkpoints}: holds no checkpoint, nor do {directory.gold} and {directory.kept}, but the "
+            f"record has those of {counted(len(saved), 'step')} up to {saved[-1]}: if they were moved, or their disk "
+            f"is away, put them back; to begin at step 0, give another --run-dir, or move {directory.path / EVENTS} "
+            "away"
+        )
     there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
     return f"{directory.path}: {there}: nothing to resume; the run starts at step 0"
 
