@@ -91,16 +91,19 @@ def _check_jump(
     span = _span_at(spans, step)
     jumps = f"the learning rate jumps from {rate_before:.3g} to {rate:.3g} at step {step}"
     before, after = (Schedule(tuple(segments)).segment_at(s) for s in (step - 1, step))
-    if step == standing.past_end > span.start:
+    scaled = max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale)
+    follows_optim = span.path is not None and span.program is None
+    if step == standing.past_end and (step > span.start or (follows_optim and not scaled)):
         where = "optim.allow_jump"
         decaying = step > 1 and standing.past_rate(step - 2) > standing.past_rate(step - 1)
         earlier = "resume from a step before its decay, " if decaying else ""
+        phase = "start a phase there with" if step > span.start else "give the phase that begins there"
         message = (
-            f"{jumps}, where the fixed part of the schedule ends: more than 2x; start a phase there with its own lr "
+            f"{jumps}, where the fixed part of the schedule ends: more than 2x; {phase} its own lr "
             f"(rewarm_steps, peak), set optim.allow_jump: true, {earlier}or restore what the rate depends on "
             "(train.steps, optim, the phase's lr)"
         )
-    elif max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale):
+    elif scaled:
         where = "optim.allow_jump" if span.path is None else f"{span.path}.batch_size"
         message = (
             f"{jumps}, more than 2x: scaled from a batch of {before.batch_size} to {after.batch_size} "
@@ -108,7 +111,7 @@ def _check_jump(
             "or set optim.allow_jump: true"
         )
     else:
-        where = "optim.allow_jump" if span.path is None else f"{span.path}.lr.peak"
+        where = "optim.allow_jump" if span.program is None else f"{span.path}.lr.peak"
         message = (
             f"{jumps}, more than 2x outside a decay or a re-warming of at least 2 updates; give the phase "
             "rewarm_steps or another peak, or set optim.allow_jump: true"

@@ -326,6 +326,8 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(re
         ("13", ["train.steps=12"], "train.steps: got 12, but the run's schedule is already fixed"),
         ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13, "
          "where the fixed part of the schedule ends: more than 2x; start a phase there with its own lr"),
+        ("8", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 8, where the fixed "
+         "part of the schedule ends: more than 2x; give the phase that begins there its own lr"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, at, overrides, words):

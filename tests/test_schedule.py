@@ -957,7 +957,11 @@ def test_a_past_keeps_its_rates_and_a_jump_where_it_ends_is_refused():
     assert path == "optim.allow_jump"
     assert "jumps from 0.00045 to 0.001 at step 82, where the fixed part of the schedule ends" in message
     assert after(cut(whole.segments, 82), *phases, lr=replace(lr, allow_jump=True), total=140).rates(82) == 1e-3
-    # Where a phase begins there, it is the phase's rate.
+    # Where a phase begins there without a rate of its own, it is still what the rate depends on.
+    of_optim = (Phase("a", 82, {"web": 1.0}), Phase("b", "end", {"web": 1.0}))
+    ((path, message),) = after_problems(cut(whole.segments, 82), *of_optim, lr=replace(lr, lr=5e-3), total=140)
+    assert path == "optim.allow_jump" and "the fixed part of the schedule ends: more than 2x; give the " in message
+    # With one, it is the phase's rate.
     new = (Phase("a", 82, {"web": 1.0}), Phase("b", "end", {"web": 1.0}, lr=LrProgram(peak=2e-3)))
     ((path, _),) = after_problems(cut(whole.segments, 82), *new, lr=lr)
     assert path == "phases[1].lr.peak"
