@@ -52,7 +52,7 @@ def plan_resumed(
         check_offsets(directory.path, saved["offsets"])
     edit = find_edit(config, saved, accept_past=accept_past)
     opening.check_ahead(config, directory, step, edit.past)
-    start_of(config, None if resumed is None else saved)
+    start_of(config, None if resumed is None else saved, directory)
 
     sizes = find_sizes(config, store_dir, opening.kept_tokenizer(directory, config))
     evalsets = find_evalsets(config, store_dir, sizes.tokenizer) if sizes.tokenizer else {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from curriculum.config import Config
 
-_OWN_FOLDERS = ("checkpoints", "gold", "kept", "averages", "evals", "superseded", "tokenizer", "tensorboard")
+_OWN_FOLDERS = tuple("checkpoints gold kept frozen averages evals superseded tokenizer tensorboard".split())
 _OWN_FILES = ("model.json", METRICS, "training_state.json")  # beside the config and the record of events
 # In every resolved config.
 _SECTIONS = tuple("name tokenizer model sources phases evalsets train adaptation command_line derived".split())
@@ -53,6 +53,7 @@ class RunDirectory:
     checkpoints = _Inside("checkpoints")
     gold = _Inside("gold")
     kept = _Inside("kept")
+    frozen = _Inside("frozen")  # the checkpoint of another run that its adapters were trained beside
     averages = _Inside("averages")
     _evals = _Inside("evals")
     superseded = _Inside("superseded")

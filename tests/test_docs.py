@@ -138,8 +138,8 @@ def test_what_a_run_writes_is_told(tmp_path):
     assert fields <= rows_of("run_directory.md", "Metrics").keys() and len(rows) == 7
     files = {name.split("/")[0] for name in rows_of("run_directory.md", "Files")}
     there = {path.name for path in run_dir.iterdir()}
-    # Neither a file nor wandb was given, and nothing was rolled back.
-    assert there <= files and files - there == {"config.yaml", "wandb", "going_back.json"}
+    # Neither a file nor wandb was given, all parameters are trained, and nothing was rolled back.
+    assert there <= files and files - there == {"config.yaml", "wandb", "frozen", "going_back.json"}
 
 
 def test_the_table_of_presets_has_their_shapes():

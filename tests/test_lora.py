@@ -1,7 +1,9 @@
 """Adapters beside frozen parameters: what is trained and kept, what is not, and what refuses to go on without it."""
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -28,7 +30,7 @@ from curriculum.branch import branch
 from curriculum.config import build_config
 from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
-from curriculum.disk.manifest import update_manifest, write_manifest
+from curriculum.disk.manifest import damage, update_manifest, write_manifest
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.find_checkpoint import read_ledger
@@ -43,7 +45,9 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import resolved_model
+from curriculum.train.bases import keep_base
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings
@@ -489,6 +493,36 @@ def test_it_finds_its_base_again_wherever_that_keeps_the_step(copied):
     assert (copied / "base/gold/2").is_dir()
     shutil.rmtree(copied / "base/gold")
     assert resumed(copied)["total_steps"] == 4
+
+
+def test_it_goes_on_where_its_base_has_deleted_the_step(place, copied):
+    """From hard links of its own, as does a branch of it. Elsewhere they are as good as another base."""
+    (kept,) = (place / "run/frozen").iterdir()
+    assert kept.name == "2" and sorted(path.name for path in kept.iterdir()) == ["ledger", "manifest.json", "params"]
+    assert damage(kept) is None
+    files = [path for path in (kept / "params").rglob("*") if path.is_file()]
+    assert files and all(path.samefile(place / "base/checkpoints/2" / path.relative_to(kept)) for path in files)
+    for folder in (copied / "base").glob("*/2"):
+        shutil.rmtree(folder)
+    branch(copied / "run", 2, copied / "second", store_dir=copied / "store")
+    assert resumed(copied)["total_steps"] == 4
+    mine, its = params_of(copied), params_of(place)
+    assert all(mine[name].tobytes() == its[name].tobytes() for name in its)
+    shutil.rmtree(copied / "run")
+    loss = evaluate(copied / "second", step=4, store_dir=copied / "store").summaries["val"].loss
+    assert loss == pytest.approx(dict(load_run(place / "run").evals())[4], rel=1e-6)
+    flip_bit(max((copied / "second/frozen/2/params").rglob("*"), key=lambda path: path.stat().st_size))
+    with pytest.raises(InputError, match="base: has no checkpoint .*expected step 2 of run tiny"):
+        evaluate(copied / "second", step=4, store_dir=copied / "store")
+
+
+def test_without_hard_links_it_keeps_nothing_of_its_base(place, tmp_path, monkeypatch):
+    def refused(path, to, **_):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refused)
+    keep_base(RunDirectory(tmp_path), load_run(place / "run").events[0]["lineage"])
+    assert not list((tmp_path / "frozen").iterdir())
 
 
 @pytest.fixture

@@ -70,6 +70,8 @@ def copy_trunk(
         if measured <= step:
             link_or_copy(made.results(measured), path)
     copy_means(made, trunk, step)
+    if trunk.frozen.exists():
+        link_or_copy(made.frozen, trunk.frozen)
     events = [(event["event"], unstamped(event)) for event in recorded_after]
     if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
         events.append(("schedule_edit", branch_edit(setup)))

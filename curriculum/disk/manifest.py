@@ -29,6 +29,16 @@ def write_manifest(folder: Path, step: int | None = None) -> None:
     _write(folder, {"step": step, "files": {name: _entry(folder / name) for name in _files(folder)}})
 
 
+def write_part_of(folder: Path, whole: Path, parts: tuple[str, ...]) -> None:
+    """Write the manifest of a folder that has the files of another, `whole`, under these path prefixes.
+
+    Raises ValueError if the other has no manifest.
+    """
+    manifest = _read(whole)
+    files = {name: entry for name, entry in manifest["files"].items() if name.startswith(parts)}
+    _write(folder, {**manifest, "files": files})
+
+
 def update_manifest(folder: Path, names: Iterable[str]) -> None:
     """Renew the entries of these files after a change. Damage to other files, or to the manifest, stays detectable."""
     try:

@@ -6,7 +6,10 @@ began from. Its lineage keeps their digest, so that adapters are never combined 
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ import numpy as np
 import xxhash
 
 from curriculum.config import Config
+from curriculum.disk.durable import rename_whole
+from curriculum.disk.manifest import write_part_of
+from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
 from curriculum.model.formats.hf import load_hf
 from curriculum.model.formats.hf_weights import hf_fingerprint
@@ -22,6 +28,7 @@ from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.model import Model, Params, abstract_params, by_name, shapes_by_name
 from curriculum.model.presets import ModelConfig
 from curriculum.record.events import plain
+from curriculum.run_directory import RunDirectory
 from curriculum.schema.adaptation import Base, HfBase, differences
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import on_host
@@ -103,18 +110,37 @@ def load_frozen(
     return frozen, {**lineage, DIGEST: found}
 
 
+def keep_base(directory: RunDirectory, lineage: Mapping[str, Any]) -> None:
+    """Hard-link what the adapters in `directory` need of another run's checkpoint into `frozen/`.
+
+    That run deletes its checkpoints as it is trained further. On another disk there are no such links: nothing is kept.
+    """
+    base = found_again(lineage, "ledger/", directory)
+    if not isinstance(base, Base) or (to := directory.frozen / str(base.step)).exists():
+        return
+    to.parent.mkdir(exist_ok=True)
+    clear_killed(to.parent, to)
+    with suppress(OSError, shutil.Error, ValueError), scratch(to.parent, to) as folder:
+        for part in ("ledger", "params"):
+            shutil.copytree(base.checkpoint / part, folder / part, copy_function=os.link)
+        write_part_of(folder, base.checkpoint, ("ledger/", "params/"))
+        rename_whole(folder, to)
+
+
 def whole_params(
     config: Config, architecture: ModelConfig | None, lineage: Mapping[str, Any] | None, arrays: Path, like: Params
 ) -> Params:
     """The whole parameters of a run, placed as in `like`; saved adapters are joined with their frozen parameters.
 
-    `arrays`: the folder of the saved parameters. `architecture`: the run's `resolved_model`, None for a custom model.
+    `arrays`: the folder of the saved parameters, in the run's directory. `architecture`: the run's `resolved_model`,
+    None for a custom model.
     `lineage`: that of the run's ledger. Raises InputError if something is gone or has changed.
     """
     if config.adaptation.lora is None:
         return load_params(arrays, like)
     adapters = load_params(arrays, adapters_of(like))
-    frozen, _ = load_frozen(config, architecture, frozen_base(config, lineage), lineage, frozen_of(like))
+    base = frozen_base(config, lineage, RunDirectory(arrays.parents[2]))
+    frozen, _ = load_frozen(config, architecture, base, lineage, frozen_of(like))
     return joined(frozen, adapters)
 
 

@@ -19,6 +19,7 @@ from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, taking_up
 from curriculum.train.averages import averages_at
+from curriculum.train.bases import keep_base
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, begin_anew, check_diverged
 from curriculum.train.judge import Verdict, decide_gold, judge
@@ -72,7 +73,7 @@ def train(
         opening.check_ahead(config, directory, saved["step"], edit.past)
         check_wandb(config.logging.wandb)
         tokenizer = first_then_all(lambda: opening.tokenizer_to_go_on(directory, config, store_dir, saved))
-        start = start_of(config, None if resumed is None else saved)
+        start = start_of(config, None if resumed is None else saved, directory)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"], saved["step"])
         found = ledger.found_in(setup)
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
@@ -121,6 +122,8 @@ def train_built(
                 if record is None:  # at first
                     trained_to = taking_up.trained_to(directory)
                     damaged = taking_up.take_up(directory, lock, checkpoints, resumed, rollback)
+                    if config.adaptation.lora is not None:
+                        from_first(lambda: keep_base(directory, setup.lineage))
                 best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
+from curriculum.disk.manifest import damage
 from curriculum.errors import InputError, shown
 from curriculum.find_checkpoint import find_checkpoint
 from curriculum.model.formats.hf_weights import hf_fingerprint
@@ -29,8 +30,10 @@ class Start:
     frozen: Base | HfBase | None = None  # source of the parameters under adapters, also if it continues
 
 
-def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
+def start_of(config: Config, saved: Mapping[str, Any] | None = None, directory: RunDirectory | None = None) -> Start:
     """What the run of a config begins from, by the ledger `saved` that it continues from or else by the config.
+
+    `directory`: that of the run that continues.
 
     Raises InputError if the config contradicts that ledger, or if there is nothing to begin from.
     """
@@ -52,7 +55,7 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
     if section.keep_optimizer != lineage["keep_optimizer"]:
         got, was = shown(section.keep_optimizer), shown(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
-    return Start(saved["lineage"], frozen=frozen_base(config, lineage) if section.lora else None)
+    return Start(saved["lineage"], frozen=frozen_base(config, lineage, directory) if section.lora else None)
 
 
 def _base_of(config: Config, part: str | tuple[str, ...]) -> Base | HfBase:
@@ -62,12 +65,12 @@ def _base_of(config: Config, part: str | tuple[str, ...]) -> Base | HfBase:
         raise config.error(("adaptation.init_from", problem) for problem in error.problems) from None
 
 
-def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
-    """Find again what a run began from. Raises InputError if it is gone or damaged."""
+def frozen_base(config: Config, lineage: Mapping[str, Any], directory: RunDirectory | None) -> Base | HfBase:
+    """Find again what the run in `directory` began from. Raises InputError if it is gone or damaged."""
 
     def find(part: str | tuple[str, ...]) -> Base | HfBase:
         try:
-            return found_again(lineage, part)
+            return found_again(lineage, part, directory)
         except InputError as error:
             fix = "move or link it back to that path, or restore it from a copy"
             problems = (f"{problem}: {ADAPTERS_ALONE}; {fix}" for problem in error.problems)
@@ -83,21 +86,24 @@ def found_by_first(
 
     def place() -> str | None:
         base = find(part)
-        return base.checkpoint.parent.name if isinstance(base, Base) else None
+        return str(base.checkpoint) if isinstance(base, Base) else None
 
     verified, base = from_first(place), find("ledger/")
-    return replace(base, checkpoint=base.directory.path / verified / str(base.step)) if verified else base
+    return replace(base, checkpoint=Path(verified)) if verified else base
 
 
-def found_again(lineage: Mapping[str, Any], part: str | tuple[str, ...]) -> Base | HfBase:
+def found_again(
+    lineage: Mapping[str, Any], part: str | tuple[str, ...], directory: RunDirectory | None = None
+) -> Base | HfBase:
     """What a run of this lineage began from; `part` of a checkpoint is verified, as in `damage`.
 
-    Raises InputError if it is gone or damaged.
+    A checkpoint that its run has deleted is looked for in `frozen/` of `directory`, where `keep_base` puts it. Raises
+    InputError if it is gone or damaged.
     """
     of_folder, given = lineage.get("kind") == "hf", lineage["init_from"]
     what = f"the {lineage['model_type']} model" if of_folder else f"step {lineage['step']} of run {lineage['run']}"
     try:
-        return _folder(given) if of_folder else _checkpoint(given, lineage["step"], part)
+        return _folder(given) if of_folder else _checkpoint(given, lineage["step"], part, directory)
     except InputError as error:
         raise InputError(*(f"{p}; expected {what} that the run began from" for p in error.problems)) from None
 
@@ -109,12 +115,15 @@ def _folder(given: str) -> HfBase:
     return base
 
 
-def _checkpoint(given: str, step: int, part: str | tuple[str, ...]) -> Base:
-    """The checkpoint of that step, in whichever folder the run keeps it, and whatever its gold is by now."""
+def _checkpoint(given: str, step: int, part: str | tuple[str, ...], user: RunDirectory | None) -> Base:
+    """The checkpoint of that step, in whichever folder the run, or the one that uses it, keeps it."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
     run = next((run for run in runs if run.has_config), None)
     if run is None:
         what = "holds no run any more: its config.resolved.json is missing" if path.exists() else "is gone"
         raise InputError(f"{given!r} {what} (paths are relative to the working folder)")
+    deleted = not any((place / str(step)).exists() for place in run.places)
+    if deleted and user is not None and damage(user.frozen / str(step), part) is None:
+        return Base(given, run, step, user.frozen / str(step))
     return Base(given, run, *find_checkpoint(run, step, option="step", part=part))
