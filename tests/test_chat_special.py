@@ -8,8 +8,9 @@ import pytest
 from hf_folders import write_folder
 
 from curriculum.config import build_config
-from curriculum.data.chat import CHATML, ChatConfig, Template
+from curriculum.data.chat import CHATML, ChatConfig, Stretch, Template
 from curriculum.data.corpus import find_sizes, load_corpus
+from curriculum.data.encode import encode_beginning
 from curriculum.data.prepare import prepare_documents, prepare_store
 from curriculum.data.sources import SourceConfig
 from curriculum.data.store import open_store
@@ -24,7 +25,7 @@ from curriculum.model.continuation import Continuation
 from curriculum.run import load_run
 from curriculum.sampling import Sampling
 from curriculum.schema.adaptation import chat_of, find_base
-from curriculum.train.samples import beginnings
+from curriculum.train.samples import _shown, beginnings
 from curriculum.train.trainer import train
 
 TALKS = [
@@ -312,4 +313,15 @@ def test_samples_begin_where_conversations_do(qwen, tmp_path, seq_len):
     found = beginnings(evalset, 5, 64, tokenizer, (7,))
     start = tokenizer.special_tokens["<|im_start|>"]
     assert found and all(prompt.ids[:2].tolist() == [tokenizer.bos, start] and prompt.ends == (7,) for prompt in found)
-    assert all(prompt.text.startswith("user\n") for prompt in found)
+    shown = [f"<|im_start|>user\n{i}<|im_end|><|im_end|>\n<|im_start|>assistant\n" for i in range(120)]
+    assert len({prompt.text for prompt in found} & set(shown)) == len(found)
+
+
+def test_the_prefix_behind_a_special_token_is_not_shown(tmp_path):
+    """With a tokenizer that puts a space before what follows one."""
+    tokenizer = load_tokenizer(write_folder("llama2", tmp_path / "tokenizer"))
+    name = "<unk>"
+    stretches = [Stretch("one", False), *[Stretch(name, False, True)] * 2, Stretch("two three", False)]
+    ids = encode_beginning(stretches, tokenizer)
+    assert tokenizer.puts_prefix_after(name, special=True) and b" two" in tokenizer.decode_bytes(ids)
+    assert _shown(ids, tokenizer) == f"one{name}{name}two three"

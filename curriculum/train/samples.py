@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,17 @@ def beginnings(
     prompt_D = np.where(asked_D > 0, asked_D, np.minimum(length_D, min(prompt_tokens, evalset.seq_len - 1)))
     chosen_D = np.sort(np.argsort(length_D <= prompt_D, kind="stable")[:num])
     return [
-        Prompt(
-            tokenizer.decode_bytes(ids[1:], opens_document=True).decode(errors="replace"),
-            ids.astype(np.int32),
-            ends,
-        )
+        Prompt(_shown(ids[1:], tokenizer), ids.astype(np.int32), ends)
         for ids in (evalset.tokens_NT1[first_D[d], : 1 + prompt_D[d]] for d in chosen_D)
     ]
+
+
+def _shown(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """The text of ids that begin a document, with special tokens as their names."""
+    names = {id_: name for name, id_ in tokenizer.special_tokens.items()}
+    parts, opens = [], True
+    for name, stretch in groupby(ids.tolist(), names.get):
+        same = list(stretch)
+        parts.append(tokenizer.decode_bytes(same, opens) if name is None else name.encode() * len(same))
+        opens = name is not None and tokenizer.puts_prefix_after(name, special=True)
+    return b"".join(parts).decode(errors="replace")
