@@ -82,7 +82,8 @@ def export(
         raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(DTYPES)}")
     check_choice("--dtype", dtype, (*DTYPES, "q8_0") if format == "gguf" else DTYPES)
     # An existing folder is filled, not replaced: it may be a link, a mount, or a shell's working directory.
-    place = output if os.path.isdir(output) else output.parent
+    new = Path(os.path.realpath(output)) if os.path.islink(output) else output
+    place = output if os.path.isdir(output) else new.parent
     clear_killed(place, output)
     if os.path.exists(output) and not (place == output and not any(output.iterdir())):
         raise InputError(f"-o {output}: already exists; expected a new or an empty folder")
@@ -124,7 +125,7 @@ def export(
                 for file in folder.iterdir():
                     file.replace(output / file.name)
             else:
-                folder.replace(output)
+                folder.replace(new)
     return step
 
 

@@ -190,6 +190,13 @@ def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
     assert any(array.tobytes() != saved_params(run, 4)[name].tobytes() for name, array in arrays.items())
 
 
+def test_a_link_to_no_folder_yet_is_where_it_leads_to(run, tmp_path):
+    (tmp_path / "link").symlink_to("elsewhere/out")
+    export(run, tmp_path / "link", format="safetensors")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere/out/model.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "link"]
+
+
 @pytest.mark.parametrize("where", [".", "link"])
 def test_an_empty_folder_by_another_name_is_written_into(run, tmp_path, monkeypatch, where):
     """It stays the folder that it was, for a shell stands in it or a link leads to it."""

@@ -1,7 +1,10 @@
 """Prepared folders: made of files or of documents in memory, and read as sources."""
 
+import errno
+import os
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from test_documents import read_documents
 from curriculum.data import documents
 from curriculum.data.prepare import find_store, prepare_documents, prepare_folder, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
+from curriculum.data.store import open_store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizers.tokenizer import NUM_THREADS, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
@@ -62,6 +66,30 @@ def test_a_prepared_folder_does_not_replace_the_one_that_a_shell_stands_in(sourc
         with pytest.raises(InputError, match="is the working folder; name a new folder"):
             prepare_folder([sources["web"].path], byte_tokenizer(), output)
     assert here.samefile(".") and not list(here.iterdir())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_that_is_a_link_is_where_it_leads_to(sources, tmp_path, there):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere/tokens")
+    if there:
+        (tmp_path / "elsewhere/tokens").mkdir()
+    before = everything_in(tmp_path)
+    store = prepare_folder([sources["web"].path], byte_tokenizer(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere/tokens").samefile(store.directory)
+    assert open_store(tmp_path / "link").facts == store.facts
+    found = {path for path in everything_in(tmp_path) if not path.startswith("elsewhere/tokens/")}
+    assert found == {*before, "elsewhere/tokens"}
+
+
+def test_an_output_that_cannot_be_put_in_its_place_is_told_by_its_name(sources, tmp_path, monkeypatch):
+    def refused(path, to):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path), None, str(to))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(InputError, match=f"^{tmp_path}/out: cannot write here .Device or resource busy.; fix"):
+        prepare_folder([sources["web"].path], byte_tokenizer(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_its_own_text_would_hold_is_refused(tmp_path, monkeypatch):

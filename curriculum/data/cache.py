@@ -114,7 +114,7 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place, reason = error.filename or directory, error.strerror or error
+        place, reason = error.filename2 or error.filename or directory, error.strerror or error  # 2: of a rename
         raise InputError(f"{place}: cannot write here ({reason}); fix that or choose another folder") from error
 
 

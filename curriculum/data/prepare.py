@@ -294,8 +294,9 @@ def _check_new(output_dir: Path) -> None:
 
 
 def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[[Path], None]) -> Store:
-    """A new folder with the tokenizer and the store that `write` puts there."""
+    """A new folder with the tokenizer and the store that `write` puts there; where a link leads to, if it is one."""
     output_dir = Path(output_dir)
+    output_dir = Path(os.path.realpath(output_dir)) if output_dir.is_symlink() else output_dir
     place = output_dir.parent
     with writing(output_dir):
         place.mkdir(parents=True, exist_ok=True)
