@@ -576,6 +576,19 @@ def test_a_terminal_shows_what_matters_in_color_unless_it_is_not_to(tmp_path, mo
     assert (tmp_path / "train.log").read_text().splitlines() == ["resumed at step 30 of 75000", line]
 
 
+def test_that_a_checkpoint_and_its_copy_as_the_gold_were_not_saved_is_one_failure(tmp_path):
+    paths = ["checkpoints/60", "gold/60", "gold/80", "checkpoints/90", "gold/90"]
+    of = {"why": "no space", "last_good_step": 30}
+    failed = [
+        stamped(
+            "checkpoint_failed", step := int(path.split("/")[1]), path=path, next_try_step=-(-step // 30) * 30, **of
+        )
+        for path in paths
+    ]
+    first, _, second, third, _ = map(verdict, failed)
+    assert printed(tmp_path, *failed) == [first, "  nor was gold/60", second, third, "  nor was gold/90"]
+
+
 def test_a_run_that_ends_early_names_the_checkpoint_that_it_goes_on_from(tmp_path):
     """A gold is one, where no other checkpoint could be saved."""
     (tmp_path / "gold/20").mkdir(parents=True)

@@ -133,6 +133,8 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(place, whole, tmp_path):
         assert errors.count(f"{run_dir / name}") >= 1, name
     assert errors.count("metrics.jsonl: cannot be written: File too large; held back in memory until it can be") == 1
     assert errors.count("metrics.jsonl: can be written again; nothing is missing") == 1
+    kept = f"{run_dir}/evals/6.npz: cannot be written: File too large; kept in memory until there is room, as those after it"
+    assert kept in errors and "evals/9.npz" not in errors  # nor is there room for those of 9
     log = (run_dir / "train.log").read_text()
     assert (
         "checkpoint failed: checkpoints/6 was not saved: File too large; the last good one is of step 4; the next is "

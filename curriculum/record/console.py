@@ -81,6 +81,7 @@ class Console:
         self._total_steps = 0
         self._checkpoint_step: int | None = None
         self._over = False  # complete, or diverged
+        self._failed: tuple[Any, ...] = ()  # step, reason and next try of the last save that failed
         self._blocked: dict[str, Any] | None = None  # the event if the last candidate for the gold was blocked
         self._regressed: list[str] = []  # the sets with a standing alarm
         self._rises: dict[str, Any] = {}  # of these sets, nats over the baseline that each rose most from
@@ -123,7 +124,11 @@ class Console:
                 self._log.write(f"checkpoint at step {event['step']}: {self._checkpoint}\n".encode())
             case "checkpoint_failed":
                 self._checkpoint_step = event["last_good_step"]
-                self._print(verdict(event), color=_COLORS["checkpoint_failed"])
+                before = self._failed
+                self._failed = Path(event["path"]).name, event["why"], event["next_try_step"]
+                again = self._failed == before  # the gold of that step, say, which is a copy
+                line = f"  nor was {event['path']}" if again else verdict(event)
+                self._print(line, color=_COLORS["checkpoint_failed"])
             case "gold_blocked":
                 before, self._blocked = self._blocked, event
                 if before is None or before["guard"] != event["guard"]:  # many in a row would tell the same

@@ -37,8 +37,9 @@ class Results:
         except OSError as error:
             if not is_disk_error(error):
                 raise
-            path = self._directory.results(step)
-            tell(f"{path}: cannot be written: {error.strerror}; kept in memory until the next eval or checkpoint")
+            if len(self._held) == 1:
+                path, when = self._directory.results(step), "until there is room, as those after it"
+                tell(f"{path}: cannot be written: {error.strerror}; kept in memory {when}")
 
     def flush(self) -> None:
         """Write what was held back. Raises OSError if the disk still refuses it."""
