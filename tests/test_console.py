@@ -809,6 +809,10 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     assert told((10, 1.0, 0.1, "inverse_sqrt")) == ["75000: latest train.steps"]  # its rate goes on as it was
     rises = "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
     assert told((10, 1.0, 0.1)) == ["75000: latest train.steps", rises]
+    for place in ("gold", "kept"):  # from there --resume takes a step too
+        (tmp_path / "checkpoints/60000").rename((tmp_path / place).mkdir() or tmp_path / place / "60000")
+        assert told((10, 1.0, 1.0), (60000, 1.0, 0.1)) == [f"  resume from  {tmp_path}/{place}/{before}"]
+        (tmp_path / place / "60000").rename(tmp_path / "checkpoints/60000")
 
 
 @pytest.mark.parametrize(

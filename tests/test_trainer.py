@@ -287,6 +287,21 @@ def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(cor
     assert re.search(r"  resume from  \S+/\d+, before the rate's decay, with a higher sources.NAME.max_epochs\n", out)
 
 
+def test_the_end_of_a_run_and_the_refusal_of_its_latest_name_the_same_step(tmp_path, capsys):
+    """That before the decay, though up to step 8 of it the rate would not yet jump by more than 2x."""
+    place, run_dir = write_corpus(tmp_path), tmp_path / "run"
+    sections = {"optim": {"lr": 3e-3, "decay_steps": 8}, "checkpoint": {"every": 2, "keep": 9}}
+    tiny_train(place, run_dir, **sections)
+    assert f"  resume from  {run_dir}/checkpoints/4, before the rate's decay, with a" in capsys.readouterr().out
+    longer = {"steps": 20, "batch_size": 4, "seq_len": 32}
+    with pytest.raises(InputError, match="the learning rate jumps .*\nor resume from .* after it: --resume 4$"):
+        tiny_train(place, run_dir, "latest", train=longer, **sections)
+    for folder in ("checkpoints/2", "checkpoints/4", "gold/3"):
+        shutil.rmtree(run_dir / folder)
+    with pytest.raises(InputError, match="the learning rate jumps .*\nor resume from .* after it: --resume 8$"):
+        tiny_train(place, run_dir, "latest", train=longer, **sections)
+
+
 def test_a_run_directory_in_use_is_refused_without_resume(corpus, store, whole):
     with pytest.raises(InputError, match=r"holds a run; .* --resume latest, .*resume='latest' and run_dir"):
         train(build_config(config_data(corpus)), whole, store_dir=store)

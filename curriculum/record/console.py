@@ -182,7 +182,10 @@ class Console:
 
     @property
     def _checkpoint(self) -> Path:
-        folders = [place / str(self._checkpoint_step) for place in RunDirectory(self._run_dir).places]
+        return self._folder_of(self._checkpoint_step)
+
+    def _folder_of(self, step: int | None) -> Path:
+        folders = [place / str(step) for place in RunDirectory(self._run_dir).places]
         return next((folder for folder in folders if folder.is_dir()), folders[0])
 
     def _resume_hint(self, step: str, raised: str | None = None) -> str:
@@ -261,13 +264,13 @@ class Console:
 
     def _longer(self, early: bool) -> Iterator[str]:
         """The lines on how to train a complete run for longer; `early`: an exhausted source ended it."""
-        newest, folder = self._checkpoint_step, self._run_dir / "checkpoints"
-        step = longer_from(self._plan, {newest, *checkpoint_steps(folder)})
+        newest, places = self._checkpoint_step, RunDirectory(self._run_dir).places
+        step = longer_from(self._plan, {newest, *(step for place in places for step in checkpoint_steps(place))})
         resumed = "latest" if step in (None, newest) else str(step)
         before = "" if resumed == "latest" else ", before the rate's decay"
         raised = MORE_EPOCHS if early else MORE_STEPS
         how = self._resume_hint(resumed, raised) or f"{',' if before else ''} with a higher {raised}"
-        yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
+        yield f"  resume from  {self._folder_of(newest if step is None else step)}{before}{how}"
         if step is None:
             yield "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
 

@@ -53,7 +53,7 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     trainer = trained_by(path)
     checkpoints = {place.name: checkpoint_steps(place) for place in run.directory.places}
     steps = checkpoints["checkpoints"]
-    longer = longer_from(plan, steps)
+    longer = longer_from(plan, {step for place in checkpoints.values() for step in place})
     newest_first = run.events[::-1]
     return {
         "name": run.name,

@@ -101,13 +101,17 @@ def tell_new_name(config: Config, directory: RunDirectory) -> None:
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
     """Raise InputError if the config's schedule does not resolve for a run that continues from `step`.
 
-    The error names the newest earlier checkpoint that would do for this config, if there is one.
+    The error names the newest earlier checkpoint that would do for this config, if there is one; best one from before
+    the rate began to decay, as `longer_from` does.
     """
     try:
         check_schedule(config, past)
     except InputError as error:
         found = [(s, folder) for place in directory.places for s, folder in step_folders(place).items() if s < step]
-        earlier = next((s for s, folder in sorted(found, reverse=True) if _would_do(config, s, folder)), None)
+        last = past.segments[-1].lr[-1] if past.segments else None
+        decaying = last is not None and last.last < last.first and last.shape != "inverse_sqrt"
+        best_first = sorted(found, key=lambda it: (not decaying or it[0] <= last.start, it), reverse=True)
+        earlier = next((s for s, folder in best_first if _would_do(config, s, folder)), None)
         if earlier is None:
             raise
         fix = f"or resume from an earlier checkpoint and retrain the steps after it: --resume {earlier}"
