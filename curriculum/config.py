@@ -20,7 +20,7 @@ from curriculum.parsing.options import apply_options, options_of
 from curriculum.parsing.typed import Limits, Problems, annotations, field_key, key_paths, read
 from curriculum.parsing.variables import substitute, unused
 from curriculum.parsing.yaml12 import Origin, read_yaml
-from curriculum.run_directory import RunDirectory
+from curriculum.run_directory import RunDirectory, telling_where_started
 from curriculum.schema.adaptation import AdaptationSection, with_shares
 from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS, TRAIN_CHECKS
 from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
@@ -246,7 +246,8 @@ def build_config(
     problems += [p for needs, check in checks if needs <= looked_at for p in check({**values, "origin": origin})]
     if problems:
         problems.sort(key=lambda problem: origin.sort_key(problem[0]))
-        raise InputError(*dict.fromkeys(origin.problem(*problem) for problem in problems))
+        with telling_where_started(own):
+            raise InputError(*dict.fromkeys(origin.problem(*problem) for problem in problems))
     if inherited is not None:
         origin = dataclasses.replace(origin, inherited_model=inherited.sections["model"])
     return Config(**values, origin=origin)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+FROM_WORKING_FOLDER = "paths are relative to the working folder"  # what messages of paths that are not there say
+
 
 class InputError(ValueError):
     """The user's input cannot be used as it is; the command exits with code 2.
@@ -97,4 +99,4 @@ def no_such_path(path: Path) -> str:
     names = [name for name in os.listdir(parent) if name != path.name] if listable else []
     near = nearest(path.name, names)
     hint = f"; did you mean {str(parent / near)!r}?" if near else ""
-    return f"does not exist{hint} (paths are relative to the working folder)"
+    return f"does not exist{hint} ({FROM_WORKING_FOLDER})"

@@ -18,6 +18,7 @@ from curriculum.parsing.options import named_directories
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
+from curriculum.run_directory import RunDirectory, telling_where_started
 from curriculum.saved_weights import chosen_again, find_saved
 from evalsets.evalset import EvalSet
 from evalsets.metrics import WindowResults, summarise
@@ -93,7 +94,8 @@ def evaluate(
     saved = find_saved(run, own, step, weights, make_model, "evaluate")
     evalsets = {}
     for origin, some in ((own, [n for n in names if n not in new]), (config, [n for n in names if n in new])):
-        evalsets |= load_evalsets(origin, store_dir, saved.tokenizer, some)
+        with telling_where_started(RunDirectory(Path(run))):
+            evalsets |= load_evalsets(origin, store_dir, saved.tokenizer, some)
         _check_content(origin, evalsets, saved.ledger["history"]["eval_sets"])
     evalsets = {name: evalsets[name] for name in names}
     streams = {name: source["stream"] for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]}

@@ -7,14 +7,15 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.disk.append import is_disk_error, tell
 from curriculum.disk.durable import rename_whole, write_whole
-from curriculum.errors import InputError, readable
+from curriculum.errors import FROM_WORKING_FOLDER, InputError, readable
 from curriculum.record.events import EVENTS, METRICS, plain
 
 if TYPE_CHECKING:
@@ -188,6 +189,20 @@ class RunDirectory:
         folder = self.superseded / "evals"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{step}.npz"
+
+
+@contextmanager
+def telling_where_started(run: RunDirectory | None) -> Iterator[None]:
+    """Add to an InputError of a path that is not there where the run was last started, if that was elsewhere."""
+    try:
+        yield
+    except InputError as error:
+        away = any(FROM_WORKING_FOLDER in problem for problem in error.problems)
+        started_in = away and run is not None and read_json(run.resolved_config).get("derived", {}).get("started_in")
+        if not started_in or started_in == os.getcwd():
+            raise
+        hint = f"the run {run.path} was started in {started_in}: start this command there, if what is missing is there"
+        raise InputError(*error.problems, details=[*error.details, hint]) from None
 
 
 def step_folders(place: Path) -> dict[int, Path]:

@@ -82,6 +82,25 @@ def test_a_run_from_start_to_end_and_again(folder):
     assert "| extra " in longer.stdout and "step 12/12" in longer.stdout
 
 
+def test_from_another_folder_a_run_says_where_it_was_started(folder):
+    """It is told where the text is looked for in vain, and only there."""
+    assert run(folder, "train", "c.yaml", "--resume", "latest").returncode == 0
+    (folder / "other").mkdir()
+    run_dir, where = str(folder / "runs/small"), f"  the run {folder}/runs/small was started in {folder}: start this"
+    branched = ("branch", run_dir, "--at", "4", "--run-dir", "new")
+    going_on = (str(folder / "c.yaml"), "--run-dir", run_dir, "--resume", "latest")
+    for arguments in (("eval", run_dir), branched, ("plan", *going_on), ("train", *going_on)):
+        done = run(folder / "other", *arguments)
+        assert done.returncode == 2 and "(paths are relative to the working folder)" in done.stderr
+        assert done.stderr.splitlines()[-1] == f"{where} command there, if what is missing is there", arguments
+    assert run(folder / "other", "inspect", run_dir).returncode == 0 and not any((folder / "other").iterdir())
+    refused = run(folder / "other", "eval", run_dir, "--step", "3")
+    assert refused.returncode == 2 and "was started in" not in refused.stderr
+    (folder / "web.jsonl").unlink()
+    for arguments in (("eval", run_dir), ("plan", *going_on)):
+        assert "was started in" not in run(folder, *arguments).stderr
+
+
 def test_a_resume_tells_of_a_run_that_begins_and_of_an_edit_that_a_remembered_option_outranks(folder):
     path = folder / "c.yaml"
     first = run(folder, "train", "c.yaml", "--resume", "latest", "--set", "train.steps=4", "--set", "checkpoint.keep=2")

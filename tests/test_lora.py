@@ -424,7 +424,7 @@ def without_its_base(place, how):
 
 
 @pytest.mark.parametrize("how", GONE)
-def test_without_its_base_it_does_not_go_on(copied, how):
+def test_without_its_base_it_does_not_go_on(copied, how, monkeypatch):
     shutil.rmtree(copied / "base")
     told = without_its_base(copied, how)
     assert (
@@ -433,6 +433,13 @@ def test_without_its_base_it_does_not_go_on(copied, how):
     )
     assert "adapters only" in told
     assert told.endswith("; move or link it back to that path, or restore it from a copy")
+    monkeypatch.chdir(copied / "run")
+    started_in = load_run(copied / "run").resolved["derived"]["started_in"]
+    told = without_its_base(copied, how).splitlines()
+    assert len(told) == 2 and told[1].startswith(
+        f"the run {copied}/run was started in {started_in}: start this command"
+    )
+    monkeypatch.undo()
     (copied / "base").mkdir()
     told = without_its_base(copied, how)
     assert f"'{copied / 'base'}' holds no run any more: its config.resolved.json is missing" in told

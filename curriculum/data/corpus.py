@@ -32,6 +32,7 @@ from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.chat_template import own_template
 from curriculum.data.tokenizers.tokenizer import Tokenizer
+from curriculum.errors import FROM_WORKING_FOLDER
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens
@@ -127,7 +128,7 @@ def load_evalsets(
         source = config.sources[held_out_of] if own is None else own
         if source.is_missing:
             whose = f"source {held_out_of}, which it is held out of, " if own is None else ""
-            missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
+            missing = f"{whose}{source.path!r} is not there ({FROM_WORKING_FOLDER})"
             problems.append((place_of(name), f"{missing}; restore it, or measure other sets"))
         elif own is not None:
             evalsets[name] = prepare_store(place_of(name), own, tokenizer, store_dir, chat=config.chat)

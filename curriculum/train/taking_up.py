@@ -190,7 +190,12 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
     directory.set_aside_evals_after(last)
     Results(directory).keep_only(last, history.watch.measured_at(last))
     set_aside_means_after(directory, last)
-    derived = {**fields.derived(setup), "store_dir": setup.store_dir, "own_optimizer": setup.config.optim.users_own}
+    derived = {
+        **fields.derived(setup),
+        "store_dir": setup.store_dir,
+        "own_optimizer": setup.config.optim.users_own,
+        "started_in": os.getcwd(),
+    }
     directory.create(setup.config, derived, plain(setup.model.architecture))
     write_tokenizer(directory, setup.corpus.tokenizer)
 

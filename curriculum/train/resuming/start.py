@@ -11,10 +11,10 @@ from typing import Any
 
 from curriculum.config import Config
 from curriculum.disk.manifest import damage
-from curriculum.errors import InputError, shown
+from curriculum.errors import FROM_WORKING_FOLDER, InputError, shown
 from curriculum.find_checkpoint import find_checkpoint
 from curriculum.model.formats.hf_weights import hf_fingerprint
-from curriculum.run_directory import RunDirectory
+from curriculum.run_directory import RunDirectory, telling_where_started
 from curriculum.schema.adaptation import Base, HfBase, find_base, same_place
 from curriculum.train.processes.together import from_first
 
@@ -69,12 +69,13 @@ def frozen_base(config: Config, lineage: Mapping[str, Any], directory: RunDirect
     """Find again what the run in `directory` began from. Raises InputError if it is gone or damaged."""
 
     def find(part: str | tuple[str, ...]) -> Base | HfBase:
-        try:
-            return found_again(lineage, part, directory)
-        except InputError as error:
-            fix = "move or link it back to that path, or restore it from a copy"
-            problems = (f"{problem}: {ADAPTERS_ALONE}; {fix}" for problem in error.problems)
-            raise config.error(("adaptation.init_from", problem) for problem in problems) from None
+        with telling_where_started(directory):
+            try:
+                return found_again(lineage, part, directory)
+            except InputError as error:
+                fix = "move or link it back to that path, or restore it from a copy"
+                problems = (f"{problem}: {ADAPTERS_ALONE}; {fix}" for problem in error.problems)
+                raise config.error(("adaptation.init_from", problem) for problem in problems) from None
 
     return found_by_first(find, ("ledger/", "params/"))
 
@@ -122,7 +123,7 @@ def _checkpoint(given: str, step: int, part: str | tuple[str, ...], user: RunDir
     run = next((run for run in runs if run.has_config), None)
     if run is None:
         what = "holds no run any more: its config.resolved.json is missing" if path.exists() else "is gone"
-        raise InputError(f"{given!r} {what} (paths are relative to the working folder)")
+        raise InputError(f"{given!r} {what} ({FROM_WORKING_FOLDER})")
     deleted = not any((place / str(step)).exists() for place in run.places)
     if deleted and user is not None and damage(user.frozen / str(step), part) is None:
         return Base(given, run, step, user.frozen / str(step))
