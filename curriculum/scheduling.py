@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from curriculum.config import Config
+from curriculum.errors import InputError
 from curriculum.model.presets import HOW
 from curriculum.schema.adaptation import with_replay
 from phases.batches import num_micro_steps
@@ -125,9 +127,13 @@ def resolve_schedule(
 
 def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past: Past) -> tuple[Schedule, Past]:
     """(schedule, past) of a resumed run: as they were planned if nothing changed, else resolved anew."""
-    if past.planned is not None and past.planned.epochs == tokens_per_epoch:
-        return past.planned.schedule, replace(past, segments=past.planned.past, planned=None)
-    segment, past = past.going_on, replace(past, planned=None, going_on=None)
+    planned, past = past.planned, replace(past, planned=None)
+    if planned is not None and planned.epochs == tokens_per_epoch:
+        warnings = ()
+        with suppress(InputError):  # what stands need not resolve again
+            warnings = continued_schedule(config, tokens_per_epoch, past)[0].warnings
+        return replace(planned.schedule, warnings=warnings), replace(past, segments=planned.past)
+    segment, past = past.going_on, replace(past, going_on=None)
     schedule = resolve_schedule(config, tokens_per_epoch, past)
     past = replace(past, segments=cut(schedule.segments, past.end), rates_from=None)
     if segment is None or schedule.total_steps <= past.end or schedule.segment_at(past.end).phase != segment.phase:

@@ -349,6 +349,25 @@ def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():
     assert not resumed(saved, changed(BASE, reweighted("c", law=1.0)))[2].accepted
 
 
+def test_the_warnings_of_a_schedule_that_an_edit_leaves_alone_are_told_with_it():
+    data = changed(BASE, put("optim.schedule", "constant"))
+    planned, saved = begun(data)
+    (told,) = planned.warnings
+    assert told == "optim.decay_steps does nothing: optim.schedule constant never decays"
+    for edit in (
+        put("evalsets.every", 7),
+        put("logging", {"every": 3}),
+        put("evalsets.sets", {"m": {"path": "m.txt"}}),
+    ):
+        schedule, _, event = resumed(saved, changed(data, edit))
+        assert len(event.changes) <= 1 and schedule == segmented(saved) and schedule.warnings == (told,)
+    # What stands needs not resolve again: a share was raised, and the rate jumps where the config's would go on.
+    saved["segments"][-1]["lr"] = [{**piece, "first": 1e-5, "last": 1e-5} for piece in saved["segments"][-1]["lr"]]
+    saved["segments"][1]["lr"] = saved["segments"][-1]["lr"]
+    schedule, *_ = resumed(saved, changed(data, put("evalsets.every", 7)))
+    assert schedule == segmented(saved) and schedule.warnings == ()
+
+
 def test_the_same_in_other_words_is_no_edit_of_the_past():
     _, saved = begun()
     data = changed(BASE, reweighted("a", web=70, law=30), lambda d: phase(d, "a").update(until="1280 tokens"))
