@@ -128,6 +128,43 @@ def paired_difference(now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndar
     return Paired(*clustered_ratio(difference_XN, tokens_N, cluster_N), int(cluster_N.max()) + 1, kind)
 
 
+class BetweenRecipes(NamedTuple):
+    """Rise of a set's mean loss between two recipes, and its standard error over the seeds and the choice of documents.
+
+    The error has `df` degrees of freedom, a fraction. sem_seeds: the part of it that the seeds make. All three are NaN
+    if a recipe has a single run or the set a single cluster.
+    """
+
+    delta: float
+    sem: float
+    df: float
+    sem_seeds: float
+
+
+def difference_of_recipes(
+    now_RN: np.ndarray, before_RN: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray
+) -> BetweenRecipes:
+    """The difference between the mean losses of runs [R, N] of two recipes, which differ in their seeds, on one set.
+
+    The two recipes may have different numbers of runs. SE^2 = s_now^2 / R_now + s_before^2 / R_before + SE_text^2: the
+    variances of the losses between the seeds of each recipe, and the error of the paired difference of the recipes'
+    means over the choice of documents; the degrees of freedom are Satterthwaite's (Welch, Biometrika 34, 1947). What
+    seeds do differently on each document is in all terms, so the error is rather too large than too small.
+    """
+    of_text = paired_difference(np.mean(now_RN, axis=0), np.mean(before_RN, axis=0), tokens_N, document_N)
+    delta = float(of_text.delta)
+    if min(len(now_RN), len(before_RN), of_text.num_clusters) < 2:
+        return BetweenRecipes(delta, math.nan, math.nan, math.nan)
+    tokens = np.sum(tokens_N, dtype=np.int64)
+    with np.errstate(invalid="ignore"):
+        seeds_2 = np.array([np.var(np.sum(of, axis=1) / tokens, ddof=1) / len(of) for of in (now_RN, before_RN)])
+        parts_3 = np.array([*seeds_2, float(of_text.sem) ** 2])
+    df_3 = np.array([len(now_RN) - 1, len(before_RN) - 1, of_text.num_clusters - 1])
+    variance = float(parts_3.sum())
+    df = variance**2 / float(np.sum(parts_3**2 / df_3)) if variance else float(df_3.min())
+    return BetweenRecipes(delta, math.sqrt(variance), df, math.sqrt(seeds_2.sum()))
+
+
 class PairedTexts(NamedTuple):
     """Rise in bits per byte between two models over the documents that both measured, and its standard error.
 

@@ -96,6 +96,106 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path, pair):
         compare([tmp_path, tmp_path / "empty"])
 
 
+def recipe_runs(folder, losses):
+    """Runs of recipes, {name: [the loss under seed 0, 1, ...]}; they differ in their learning rates."""
+    runs = []
+    for i, (name, of_seeds) in enumerate(losses.items()):
+        for seed, loss in enumerate(of_seeds):
+            run = write_run(folder / f"{name}-seed{seed}", {"val": lambda _, loss=loss: by_document(*[loss] * 25)})
+            change_config(run, seed=seed, optim={"lr": (1 + i) * 1e-4})
+            runs.append(run)
+    return runs
+
+
+def change_config(run, **changes):
+    """Change a resolved config: a section's keys, or a value."""
+    path = run / "config.resolved.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(config))
+
+
+def test_runs_that_differ_in_their_seeds_are_taken_together(tmp_path):
+    recipe_runs(tmp_path, {"low": [2.0, 2.2, 2.4], "high": [3.0, 3.2]})
+    found = compare([tmp_path])
+    assert [(recipe.name, recipe.seeds) for recipe in found.recipes] == [
+        ("high", {"high-seed0": 0, "high-seed1": 1}),
+        ("low", {"low-seed0": 0, "low-seed1": 1, "low-seed2": 2}),
+    ]
+    high, low = found.sets[0].recipes
+    assert (high.num_runs, high.difference, high.verdict) == (2, None, None)
+    assert high.loss == pytest.approx(3.1) and high.sd == pytest.approx(0.02**0.5)
+    assert low.loss == pytest.approx(2.2) and low.sd == pytest.approx(0.2)
+    # SE^2 = 0.02 / 2 + 0.04 / 3, with 2.882 degrees of freedom by Satterthwaite; no document differs.
+    between = low.difference
+    assert between.delta == pytest.approx(-0.9) and between.df == pytest.approx(2.882, abs=1e-3)
+    assert between.sem == between.sem_seeds == pytest.approx((0.01 + 0.04 / 3) ** 0.5)
+    low_end, high_end = between.interval
+    assert (low_end + high_end) / 2 == pytest.approx(-0.9)
+    # The t of 2.882 degrees lies between those of 3 and 2 degrees, 3.182 and 4.303, of a printed table.
+    assert 3.182 < (high_end - low_end) / 2 / between.sem < 3.4
+    assert low.verdict.startswith("low (3 seeds) is better than high (2 seeds) by 0.9000 nats per token (95 % 0.4")
+
+    lines = table(found)
+    config = lines.index("  config    high    low")  # a column for each recipe, and no row for the seed
+    assert lines[config + 1 : config + 3] == ["  optim.lr  0.0002  0.0001", ""]
+    assert "No key of the configs differs but the seed." in table(
+        compare([tmp_path / "high-seed0", tmp_path / "high-seed1"])
+    )
+    [row] = [line.split() for line in lines if line.startswith("            low  ")]
+    assert row[:4] == ["low", "3", "2.2000", "0.2000"]
+    assert f"val: {low.verdict}" in lines
+    assert not any("low-seed1 at step 100 is" in line for line in lines)  # no verdicts on single runs
+    assert any(line.startswith("Recipes are runs whose configs differ in the seed alone") for line in lines)
+    told = found.to_json()
+    assert told["recipes"][1]["seeds"] == {"low-seed0": 0, "low-seed1": 1, "low-seed2": 2}
+    assert told["sets"][0]["recipes"][1]["difference"]["against"] == "high"
+    assert "low-seed1 at step 100 is" in told["sets"][0]["runs"][3]["verdict"]
+
+
+@pytest.mark.parametrize(
+    "losses, said",
+    [
+        (
+            {"low": [2.0, 2.2], "high": [2.1]},
+            "low (2 seeds) differs from high-seed0 (1 seed) by +0.0000 nats per token, but what another seed does is "
+            "not known of high-seed0",
+        ),
+        ({"low": [2.0, math.nan], "high": [2.1, 2.2]}, "no verdict: not every loss of low (2 seeds) is a number"),
+        ({"low": [2.0, 2.2], "high": [2.1, 2.2]}, "% of its variance comes from the seeds"),
+        ({"low": [2.0, 2.0], "high": [2.0, 2.0]}, "low (2 seeds) and high (2 seeds) are equal in every window"),
+    ],
+)
+def test_what_seeds_do_not_show_is_said(tmp_path, losses, said):
+    recipe_runs(tmp_path, losses)
+    [verdict] = [line for line in table(compare([tmp_path])) if line.startswith("val: ")]
+    assert said in verdict
+
+
+def test_no_seed_counts_twice(tmp_path):
+    runs = recipe_runs(tmp_path, {"low": [2.0, 2.2], "high": [2.1, 2.2]})
+    change_config(write_run(tmp_path / "again", {"val": lambda _: 5.0}), seed=1, optim={"lr": 1e-4})
+    found = compare([*runs, tmp_path / "again"])
+    assert found.recipes[0].repeats == {"again": "low-seed1"} and found.sets[0].recipes[0].num_runs == 2
+    assert "again has the seed of low-seed1, of the same recipe: it does not count in low" in notes(found)
+    assert compare([runs[1], tmp_path / "again"]).recipes == ()  # one seed: no recipe of several
+
+
+def test_recipes_that_begin_alike_are_called_by_their_first_runs(tmp_path):
+    runs = recipe_runs(tmp_path, {"a": [2.0, 2.2], "a-b": [2.1, 2.2]})
+    for run, name in zip(runs, ("x-1", "x-2", "x-3", "x-4"), strict=True):
+        run.rename(tmp_path / name)
+    assert [recipe.name for recipe in compare([tmp_path]).recipes] == ["x-1", "x-3"]
+
+
+def test_a_run_without_an_eval_is_left_out(tmp_path, pair):
+    begun = write_run(tmp_path / "begun", {"val": lambda step: None}, until=0)
+    found = compare([pair[0], begun, pair[1]])
+    assert [m.run for m in found.sets[0].runs] == ["first", "second"]
+    assert found.unmeasured == ("begun",) and notes(found)[0] == "begun: no eval yet, left out"
+
+
 def test_the_same_run_twice_differs_by_exactly_nothing(pair):
     comparison = compare([pair[1], pair[1]])
     m = only(comparison)
@@ -646,7 +746,7 @@ def test_what_cannot_be_compared_is_said(tmp_path, pair):
         compare(pair, at="epochs")
     with pytest.raises(InputError, match="nowhere: holds no run"):
         compare([first, tmp_path / "nowhere"])
-    with pytest.raises(InputError, match="unmeasured: has no eval yet; compare it once it has one"):
+    with pytest.raises(InputError, match="unmeasured: no eval yet, expected two runs or more that have one"):
         compare([first, write_run(tmp_path / "unmeasured", {"val": lambda step: None}, until=0)])
     begun = write_run(tmp_path / "begun", {"val": lambda step: 3.0}, until=20)
     late = write_run(tmp_path / "late", {"val": lambda step: 3.0 if step > 50 else None})

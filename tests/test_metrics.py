@@ -9,6 +9,7 @@ from evalsets.metrics import (
     WindowResults,
     clustered_ratio,
     clusters,
+    difference_of_recipes,
     paired_by_text,
     paired_difference,
     student_quantile,
@@ -163,6 +164,45 @@ def test_windows_that_are_infinite_under_both_checkpoints_differ_by_what_is_no_n
     nats_N, tokens_N = np.array([np.inf, 1.0]), np.array([1, 1])
     paired = paired_difference(nats_N, nats_N, tokens_N, np.array([0, 1]))  # a warning would be an error here
     assert np.isnan(paired.delta) and np.isnan(paired.sem)
+
+
+def test_the_difference_of_two_recipes_by_hand():
+    # Means 3.1 of 3.0 and 3.2, 2.2 of 2.0, 2.2 and 2.4. Seeds: 0.02 / 2 + 0.04 / 3. Text: the first recipe is 0.1 up or
+    # down on each of 20 documents of one token, 20 / 19 * 20 * 0.01 / 20^2.
+    by_document_N = np.tile([0.1, -0.1], 10)
+    now_RN = np.array([[3.0], [3.2]]) + by_document_N
+    before_RN = np.array([[2.0], [2.2], [2.4]]) + np.zeros(20)
+    found = difference_of_recipes(now_RN, before_RN, np.ones(20, np.int64), np.arange(20))
+    seeds, text = (0.01, 0.04 / 3), 0.01 / 19
+    assert found.delta == pytest.approx(0.9)
+    assert found.sem_seeds == pytest.approx(math.sqrt(sum(seeds)))
+    assert found.sem == pytest.approx(math.sqrt(sum(seeds) + text))
+    assert found.df == pytest.approx(3.0136, abs=1e-4)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.1])
+def test_the_interval_of_two_equal_recipes_holds_zero_as_often_as_it_says(spread):
+    """Three seeds each; recipes differ by document, seeds as a whole (`spread`) and by document."""
+    rng = np.random.default_rng(1)
+    tokens_N, document_N = np.full(40, 10), np.arange(40)
+    missed = 0
+    for _ in range(1000):
+        of_text_N = rng.normal(0, 0.2, 40)
+        now_RN, before_RN = (
+            10 * (of_text_N + rng.normal(0, 0.03, 40) + rng.normal(0, spread, (3, 1)) + rng.normal(0, 0.02, (3, 40)))
+            for _ in range(2)
+        )
+        found = difference_of_recipes(now_RN, before_RN, tokens_N, document_N)
+        missed += abs(found.delta) > float(student_quantile(0.025, np.float64(found.df))) * found.sem
+    assert 5 <= missed <= 60  # 50 are promised; what seeds do by document counts in more than one term
+
+
+@pytest.mark.parametrize("num_now, num_before, num_documents", [(1, 3, 20), (3, 1, 20), (2, 2, 1)])
+def test_recipes_of_one_run_or_a_set_of_one_document_have_no_error(num_now, num_before, num_documents):
+    tokens_N, document_N = np.ones(num_documents, np.int64), np.arange(num_documents)
+    now_RN, before_RN = np.full((num_now, num_documents), 3.0), np.full((num_before, num_documents), 2.5)
+    found = difference_of_recipes(now_RN, before_RN, tokens_N, document_N)
+    assert found.delta == 0.5 and np.isnan([found.sem, found.df, found.sem_seeds]).all()
 
 
 def test_documents_of_two_tokenizers_are_paired_by_their_text():

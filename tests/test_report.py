@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_compare import branch
+from test_compare import branch, recipe_runs
 from written_run import PHASES, command, offender, windows, write_run
 
 from curriculum.errors import InputError
@@ -534,6 +534,14 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert [c.label for c in val.curves] == ["first", "second"] and val.x == "step" and val.left_out == []
     assert [c.label for c in law.curves] == ["first"] and law.left_out == ["second"]
     assert [c.label for c in other.curves] == ["second"] and other.left_out == ["first"]
+
+
+def test_recipes_of_several_seeds_have_a_table(tmp_path):
+    runs = recipe_runs(tmp_path, {"low": [2.0, 2.01], "high": [3.0, 3.01]})
+    page = Checked(report([load_run(run) for run in runs]))
+    assert page.has_row("val", "low", "2", "2.0050", "0.0071")
+    assert any(row.startswith("high | 2 | 3.0050 | 0.0071 | +1.0000") for row in page.rows)
+    assert "val: high (2 seeds) is worse than low (2 seeds) by 1.0000 nats per token" in "".join(page.text)
 
 
 def test_of_many_runs_the_page_leaves_out_their_own_reports(tmp_path):

@@ -2,7 +2,7 @@
 
 A difference is between two checkpoints on the same windows, so the choice of held-out text hardly affects it. Where the
 windows differ, as with another tokenizer, it is between the documents that both measured, in bits per byte. It says
-nothing of the variation between seeds: to show that two recipes differ takes several seeds of each.
+nothing of the variation between seeds; runs that differ in their seeds alone are therefore taken together as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from typing import Any
 
@@ -23,8 +23,18 @@ from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import listed, signed
 from curriculum.run import Run, load_run, runs_in
 from curriculum.run_directory import names_in, read_arrays
-from curriculum.views.comparison import BITS, NATS, ComparedRuns, ComparedSet, Difference, RunOnSet, steps_of_bases
+from curriculum.views.comparison import (
+    BITS,
+    NATS,
+    ComparedRuns,
+    ComparedSet,
+    Difference,
+    Recipe,
+    RunOnSet,
+    steps_of_bases,
+)
 from curriculum.views.config_differences import config_differences
+from curriculum.views.recipes import recipes_of, recipes_on_set
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_by_text, paired_difference, student_quantile
@@ -41,7 +51,7 @@ _NOTHING_SHARED = (
 def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") -> ComparedRuns:
     """Compare run directories by their last evals at or before the common `tokens` or `step`, or a given step.
 
-    A folder of runs stands for all of its runs.
+    A folder of runs stands for all of its runs. Runs without any eval yet are left out.
 
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
     """
@@ -56,34 +66,16 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     if not isinstance(at, int) and at not in ("tokens", "step"):
         raise InputError(f"--at {at}: expected tokens, step, or the number of a step")
     asked, at = (at, "step") if isinstance(at, int) else (None, at)
-    sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
-    sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
-    for name in dict.fromkeys(name for side in sides for name in side.points):
-        having = [side for side in sides if name in side.points]
-        if len({side.hashes[name] for side in having}) < 2:
-            continue
-        for first, other in combinations([side for side in having if side.texts(name) is not None], 2):
-            if first.hashes[name] != other.hashes[name] and np.isin(first.texts(name), other.texts(name)).any():
-                sharing |= {first, other}
+    sides, unmeasured = _sides(runs)
+    sharing = _sharing(sides)
     begun = tuple(
         {"run": side.name, "base": base.name, "step": step}
         for side, base in permutations(sides, 2)
         if base in sharing and (step := began_at(side.run, base.run)) is not None
     )
-    base_steps = steps_of_bases(begun)
-    free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
-    shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
-    common = shortest if asked is None else asked
-    for side in sides:
-        of_base = side.name in base_steps
-        most = base_steps[side.name] if of_base else common if side in sharing else math.inf
-        side.take_last("step" if of_base else at, most)
-        if not side.last:
-            unit = "tokens" if at == "tokens" and not of_base else "steps"
-            why = ", where another run begins" if of_base else ", where another run ends" if asked is None else ""
-            raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
-
-    sets = [*_compared_sets(sides, begun)]
+    common = _take_evals(sides, sharing, steps_of_bases(begun), at, asked)
+    recipes = recipes_of([side.run for side in sides], [side.name for side in sides])
+    sets = [*_compared_sets(sides, begun, recipes)]
     by_text, refused, only = _compared_by_text(sides, begun)
     sets += by_text
     if not sets:
@@ -114,17 +106,70 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
         ),
         begun=begun,
         alone=tuple(side.name for side in sides if side not in sharing),
-        config=config_differences(runs, [side.name for side in sides]),
+        unmeasured=unmeasured,
+        recipes=recipes,
+        config=config_differences([side.run for side in sides], [side.name for side in sides]),
     )
 
 
-def _compared_sets(sides: Sequence[_Side], begun: Iterable[Mapping[str, Any]]) -> Iterator[ComparedSet]:
+def _sides(runs: Sequence[Run]) -> tuple[list[_Side], tuple[str, ...]]:
+    """The runs that have an eval, and the names of those that have none yet."""
+    sides, unmeasured = [], []
+    for name, run in zip(labels(runs), runs, strict=True):
+        points = {evalset: of_set for evalset, of_set in eval_points(run.events).items() if "@" not in evalset}
+        if points:
+            sides.append(_Side(name, run, points, content_hashes(run.events, points)))
+        else:
+            unmeasured.append(name)
+    if len(sides) < 2:
+        raise InputError(f"{listed(unmeasured)}: no eval yet, expected two runs or more that have one")
+    return sides, tuple(unmeasured)
+
+
+def _sharing(sides: Sequence[_Side]) -> set[_Side]:
+    """Those that measured a set that another one measured too, or documents of it."""
+    sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
+    for name in dict.fromkeys(name for side in sides for name in side.points):
+        having = [side for side in sides if name in side.points]
+        if len({side.hashes[name] for side in having}) < 2:
+            continue
+        for first, other in combinations([side for side in having if side.texts(name) is not None], 2):
+            if first.hashes[name] != other.hashes[name] and np.isin(first.texts(name), other.texts(name)).any():
+                sharing |= {first, other}
+    return sharing
+
+
+def _take_evals(
+    sides: Sequence[_Side], sharing: set[_Side], base_steps: Mapping[str, int], at: str, asked: int | None
+) -> int:
+    """Take the evals of each run that enter the comparison; the tokens or steps at which that is, without bases."""
+    free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
+    shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
+    common = shortest if asked is None else asked
+    for side in sides:
+        of_base = side.name in base_steps
+        most = base_steps[side.name] if of_base else common if side in sharing else math.inf
+        side.take_last("step" if of_base else at, most)
+        if not side.last:
+            unit = "tokens" if at == "tokens" and not of_base else "steps"
+            why = ", where another run begins" if of_base else ", where another run ends" if asked is None else ""
+            raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
+    return common
+
+
+def _compared_sets(
+    sides: Sequence[_Side], begun: Iterable[Mapping[str, Any]], recipes: Sequence[Recipe]
+) -> Iterator[ComparedSet]:
     """Each text that two or more runs measured."""
     for group in same_text([{name: side.hashes[name] for name in side.last} for side in sides]):
         (first, name), *others = [(sides[i], name) for i, name in group.items()]
         if others:
             found = [(side, own, _difference(side, own, first, name)) for side, own in others]
-            yield _compared_set(first, name, found, begun, NATS)
+            compared = _compared_set(first, name, found, begun, NATS)
+            if recipes:
+                windows = {side.name: side.windows(own, side.last[own]) for side, own in [(first, name), *others]}
+                compared = replace(compared, recipes=recipes_on_set(recipes, windows))
+            yield compared
 
 
 def _compared_set(
@@ -228,13 +273,6 @@ class _Side:
         there = {path.name for _, path in self.run.directory.all_results()}
         on_file = [p for p in self.points[name] if self.run.directory.results(p.step).name in there]
         return self.windows(name, on_file[-1]).text_N if on_file and self.hashes[name] is not None else None
-
-
-def _side(name: str, run: Run) -> _Side:
-    points = {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
-    if not points:
-        raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
-    return _Side(name, run, points, content_hashes(run.events, points))
 
 
 def _measured(side: _Side, name: str, between: Difference | None = None, verdict: str | None = None) -> RunOnSet:

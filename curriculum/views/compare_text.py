@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from curriculum.record.wording import (
     MOST_NAMED,
@@ -12,15 +13,17 @@ from curriculum.record.wording import (
     first_of,
     interval_text,
     listed,
+    loss,
     metric_texts,
     metric_titles,
     signed,
 )
 from curriculum.views.compare import SEED_SPREAD_NATS
-from curriculum.views.comparison import BITS, ComparedRuns, ComparedSet, RunOnSet
+from curriculum.views.comparison import BITS, ComparedRuns, ComparedSet, RecipeOnSet, RunOnSet
 from curriculum.views.config_differences import rows as config_rows
 
 COLUMNS = ("eval set", "run", "step", *metric_titles(), "difference", "95 % interval")
+RECIPE_COLUMNS = ("eval set", "recipe", "seeds", "mean loss", "sd", "difference", "95 % interval")
 MOST_SENTENCES = 24  # with more differences than that each set has one line
 _MOST_OF_SECTION = 24  # keys of a section of the config that are shown
 
@@ -33,17 +36,19 @@ def table(comparison: ComparedRuns) -> list[str]:
         state = "finished" if run["finished"] else "not finished"
         rows.append((run["name"], f"{run['step']:,}", f"{run['tokens']:,}", state, run["path"]))
     lines += [*columns(rows, right=(1, 2)), ""]
-    if comparison.config:
-        rows = [
-            ("config", *(run["name"] for run in comparison.runs)),
-            *config_rows(comparison.config, _MOST_OF_SECTION),
-        ]
+    if differing := _by_recipe(comparison):
+        rows = [("config", *differing[0]["values"]), *config_rows(differing, _MOST_OF_SECTION)]
         lines += [*columns(rows, right=()), ""]
+    elif comparison.config:
+        lines += ["No key of the configs differs but the seed.", ""]
     else:
         lines += ["No key of the configs differs.", ""]
     lines += [*columns([COLUMNS, *(cells for _, cells in measured(comparison))], right=range(2, len(COLUMNS))), ""]
-    sentences = [f"{compared.title}: {m.verdict}" for compared in comparison.sets for m in compared.runs if m.verdict]
-    if len(sentences) > MOST_SENTENCES:
+    if comparison.recipes:
+        rows = [RECIPE_COLUMNS, *(cells for _, cells in of_recipes(comparison))]
+        lines += [*columns(rows, right=range(2, len(RECIPE_COLUMNS))), ""]
+    sentences = verdicts(comparison)
+    if len(sentences) > MOST_SENTENCES and not comparison.recipes:
         sentences = [_in_short(compared) for compared in comparison.sets]
     return [*lines, *sentences, *notes(comparison)]
 
@@ -57,6 +62,38 @@ def measured(comparison: ComparedRuns) -> Iterator[tuple[RunOnSet, tuple[str, ..
             unit = " bpb" if compared.unit == BITS else ""
             between = ("", "") if d is None else (signed(d.delta) + unit, interval_text(d.interval))
             yield m, (compared.title if i == 0 else "", m.run, *numbers, *between)
+
+
+def _by_recipe(comparison: ComparedRuns) -> list[Mapping[str, Any]]:
+    """Where the configs differ; with recipes of several seeds a value for each recipe, and no row for the seed."""
+    if not comparison.recipes:
+        return list(comparison.config)
+    names = {next(iter(recipe.seeds)): recipe.name for recipe in comparison.recipes}
+    return [
+        {"key": key, "values": {name: d["values"][run] for run, name in names.items()}}
+        for d in comparison.config
+        if (key := d["key"]) != "seed"
+    ]
+
+
+def of_recipes(comparison: ComparedRuns) -> Iterator[tuple[RecipeOnSet, tuple[str, ...]]]:
+    """Each recipe on each eval set, with its cells under RECIPE_COLUMNS; of a set only the first row has the title."""
+    for compared in comparison.sets:
+        for i, m in enumerate(compared.recipes):
+            d = m.difference
+            between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
+            title = compared.title if i == 0 else ""
+            yield m, (title, m.recipe, str(m.num_runs), loss(m.loss), loss(m.sd), *between)
+
+
+def verdicts(comparison: ComparedRuns) -> list[str]:
+    """A sentence for each difference; where there are recipes of several seeds, between those and not between runs."""
+    return [
+        f"{compared.title}: {m.verdict}"
+        for compared in comparison.sets
+        for m in (compared.recipes if comparison.recipes else compared.runs)
+        if m.verdict
+    ]
 
 
 def _in_short(compared: ComparedSet) -> str:
@@ -95,7 +132,8 @@ def which_evals(comparison: ComparedRuns) -> str:
 
 def notes(comparison: ComparedRuns) -> list[str]:
     """Notes on the comparison: sets left out, shared pasts, unequal tokens, and what the differences cannot show."""
-    lines = [f"{name}: not compared: {why}" for name, whys in comparison.refused.items() for why in whys]
+    lines = [f"{name}: no eval yet, left out" for name in comparison.unmeasured]
+    lines += [f"{name}: not compared: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
         f"{listed(runs)} are the same run up to step {step:,}{', and separate runs after it' if len(runs) == 2 else ''}"
@@ -129,6 +167,16 @@ def notes(comparison: ComparedRuns) -> list[str]:
         for m in compared.runs[1:]
     ]
     lines += by_text
+    lines += [
+        f"{run} has the seed of {other}, of the same recipe: it does not count in {recipe.name}"
+        for recipe in comparison.recipes
+        for run, other in recipe.repeats.items()
+    ]
+    if comparison.recipes:
+        lines.append(
+            "Recipes are runs whose configs differ in the seed alone. Differences between them are of their mean "
+            "losses; these intervals cover the seeds and the choice of held-out text."
+        )
     differences = "Differences are nats per token of each run minus the first, over the same windows"
     if by_text:
         differences += ", or bits per byte where it says bpb"

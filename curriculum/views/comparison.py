@@ -46,17 +46,62 @@ class RunOnSet(Recorded):
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """Runs whose configs differ in `seed` alone: {run: its seed}, by a name for all of them.
+
+    repeats: {run: the run whose seed it has}, runs that are left out, as no seed counts twice.
+    """
+
+    name: str
+    seeds: dict[str, int]
+    repeats: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RecipeDifference:
+    """The mean loss of a recipe's runs minus that of another's, on one set: positive is worse.
+
+    interval: 95 %, over the seeds and the choice of held-out text, with `df` degrees of freedom. sem_seeds: the part of
+    the standard error that the seeds make. All four are None if a recipe has a single run or the set a single cluster.
+    """
+
+    against: str
+    delta: float
+    sem: float | None
+    interval: tuple[float, float] | None
+    sem_seeds: float | None
+    df: float | None
+
+
+@dataclass(frozen=True)
+class RecipeOnSet:
+    """The runs of one recipe on one set: how many there are, their mean loss and its standard deviation over them.
+
+    sd is None for a single run; `difference` and `verdict` are None for the recipe that the others are compared with.
+    """
+
+    recipe: str
+    num_runs: int
+    loss: float
+    sd: float | None
+    difference: RecipeDifference | None
+    verdict: str | None
+
+
+@dataclass(frozen=True)
 class ComparedSet:
     """The runs that measured one text, in the order given. The others are compared with the first.
 
     name, content_hash: the first run's name for the set, and its content hash.
     unit: of the differences: NATS if all have the windows of the first, BITS if none of the others has.
+    recipes: those of `ComparedRuns`, each over its runs here; none in BITS.
     """
 
     name: str
     content_hash: str
     runs: tuple[RunOnSet, ...]
     unit: str = NATS
+    recipes: tuple[RecipeOnSet, ...] = ()
 
     @property
     def title(self) -> str:
@@ -72,6 +117,8 @@ class ComparedRuns:
     measured, among those that share a set with another and are no base. A run enters with its last eval at or before
     that many.
     alone: runs that share no set with another; they enter with their last eval.
+    unmeasured: runs without any eval yet, which are left out.
+    recipes: the runs by what they share but their seeds, in the order given; none if no recipe has two of the runs.
     begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
     base enters with its last eval at or before that step, or the latest such step if several runs began from it.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
@@ -93,6 +140,8 @@ class ComparedRuns:
     shared: tuple[dict[str, Any], ...]
     begun: tuple[dict[str, Any], ...]
     alone: tuple[str, ...]
+    unmeasured: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
     config: tuple[dict[str, Any], ...]
 
     @property

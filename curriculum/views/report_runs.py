@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,8 +14,17 @@ from curriculum.record.wording import listed, loss
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.compare import compare_runs
-from curriculum.views.compare_text import COLUMNS, MOST_SENTENCES, measured, notes, which_evals
-from curriculum.views.comparison import BITS, ComparedRuns
+from curriculum.views.compare_text import (
+    COLUMNS,
+    MOST_SENTENCES,
+    RECIPE_COLUMNS,
+    measured,
+    notes,
+    of_recipes,
+    verdicts,
+    which_evals,
+)
+from curriculum.views.comparison import BITS, ComparedRuns, RecipeOnSet, RunOnSet
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
 from curriculum.views.figures import Curve, eval_curve
@@ -87,20 +96,27 @@ def _config_table(runs: Sequence[Run], names: Sequence[str]) -> Markup:
 
 
 def _compare_table(comparison: ComparedRuns) -> Markup:
-    rows = []
-    for m, (*cells, delta, interval) in measured(comparison):
-        low, high = (m.difference and m.difference.interval) or (0.0, 0.0)
-        look = "n good" if high < 0 else "n bad" if low > 0 else "n"
-        rows.append((*cells, tag("td", delta, class_=look), interval))
-    verdicts = [f"{c.title}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
+    of_runs, of_their_recipes = _with_looks(measured(comparison)), _with_looks(of_recipes(comparison))
+    in_words = verdicts(comparison)
     *special, closing = notes(comparison)
     return (
         note(which_evals(comparison))
-        + table(COLUMNS, rows, text_columns=2, grouped=True)
+        + table(COLUMNS, of_runs, text_columns=2, grouped=True)
+        + (table(RECIPE_COLUMNS, of_their_recipes, text_columns=2, grouped=True) if of_their_recipes else "")
         + note(closing)
         + (bullets(special) if special else "")
-        + folded("In words", bullets(verdicts), open_=len(verdicts) <= MOST_SENTENCES)
+        + folded("In words", bullets(in_words), open_=len(in_words) <= MOST_SENTENCES)
     )
+
+
+def _with_looks(rows: Iterable[tuple[RunOnSet | RecipeOnSet, tuple[str, ...]]]) -> list[tuple[str | Markup, ...]]:
+    """The cells of each row, the difference marked as good or bad where its interval leaves no doubt."""
+    marked = []
+    for m, (*cells, delta, interval) in rows:
+        low, high = (m.difference and m.difference.interval) or (0.0, 0.0)
+        look = "n good" if high < 0 else "n bad" if low > 0 else "n"
+        marked.append((*cells, tag("td", delta, class_=look), interval))
+    return marked
 
 
 def _overlays(

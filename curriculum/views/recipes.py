@@ -1,0 +1,115 @@
+"""Runs that differ in their seeds alone, taken together: how far apart recipes are, beyond what another seed does."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from curriculum.record.wording import counted, signed
+from curriculum.run import Run
+from curriculum.views.comparison import NATS, Recipe, RecipeDifference, RecipeOnSet
+from curriculum.views.config_differences import config_differences
+from evalsets.metrics import WindowResults, difference_of_recipes, student_quantile
+
+
+def recipes_of(runs: Sequence[Run], names: Sequence[str]) -> tuple[Recipe, ...]:
+    """The recipes of runs, in the order of their first runs; none if none has runs of two seeds.
+
+    Two runs are of one recipe if `config_differences` finds nothing but the seed, or nothing at all.
+    """
+    groups: list[dict[str, Run]] = []
+    for name, run in zip(names, runs, strict=True):
+        for group in groups:
+            pair = [next(iter(group.values())), run]
+            if {difference["key"] for difference in config_differences(pair, ["first", "other"])} <= {"seed"}:
+                group[name] = run
+                break
+        else:
+            groups.append({name: run})
+    recipes = [_recipe(group) for group in groups]
+    if all(len(recipe.seeds) < 2 for recipe in recipes):
+        return ()
+    uses = Counter(recipe.name for recipe in recipes)
+    return tuple(r if uses[r.name] == 1 else replace(r, name=next(iter(r.seeds))) for r in recipes)
+
+
+def recipes_on_set(recipes: Sequence[Recipe], windows: Mapping[str, WindowResults]) -> tuple[RecipeOnSet, ...]:
+    """Each recipe on one set, compared with the first; `windows` are those of each run that measured it."""
+    first: tuple[str, np.ndarray] | None = None
+    found = []
+    for recipe in recipes:
+        results = [windows[run] for run in recipe.seeds if run in windows]
+        if not results:
+            continue
+        nats_RN = np.array([of_run.nats_N for of_run in results], np.float64)
+        tokens_N, document_N = results[0].tokens_N, results[0].document_N
+        losses_R = nats_RN.sum(axis=1) / tokens_N.sum(dtype=np.int64)
+        sd = float(np.std(losses_R, ddof=1)) if len(losses_R) > 1 else None
+        difference = None if first is None else _difference(first, nats_RN, tokens_N, document_N)
+        found.append(RecipeOnSet(recipe.name, len(results), float(losses_R.mean()), sd, difference, None))
+        first = first or (recipe.name, nats_RN)
+    return tuple(m if m.difference is None else replace(m, verdict=_verdict(m, found[0])) for m in found)
+
+
+def _recipe(group: dict[str, Run]) -> Recipe:
+    seeds: dict[str, int] = {}
+    repeats: dict[str, str] = {}
+    for name, run in group.items():
+        seed = run.config_json["seed"]
+        if same := [other for other, its in seeds.items() if its == seed]:
+            repeats[name] = same[0]
+        else:
+            seeds[name] = seed
+    return Recipe(_common_name(list(seeds)), seeds, repeats)
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """`small` of `small-seed0` and `small-seed1`; the first name if they do not begin alike."""
+    if len(names) == 1:
+        return names[0]
+    begin = "".join(os.path.commonprefix([re.split(r"([-_. ]|\d+)", name) for name in names]))
+    return re.sub(r"[-_. ]+(s|seed)?[-_. ]*$", "", begin) or names[0]
+
+
+def _difference(
+    first: tuple[str, np.ndarray], nats_RN: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray
+) -> RecipeDifference:
+    against, before_RN = first
+    found = difference_of_recipes(nats_RN, before_RN, tokens_N, document_N)
+    if math.isnan(found.sem):
+        return RecipeDifference(against, found.delta, None, None, None, None)
+    half = float(student_quantile(0.025, np.float64(found.df))) * found.sem
+    interval = (found.delta - half, found.delta + half)
+    return RecipeDifference(against, found.delta, found.sem, interval, found.sem_seeds, found.df)
+
+
+def _verdict(now: RecipeOnSet, before: RecipeOnSet) -> str:
+    """The difference between two recipes on one set in one sentence that can stand alone."""
+    between = now.difference
+    ours, theirs = (f"{of.recipe} ({counted(of.num_runs, 'seed')})" for of in (now, before))
+    for who, of in ((ours, now), (theirs, before)):
+        if not math.isfinite(of.loss):
+            return f"no verdict: not every loss of {who} is a number"
+    if single := [of.recipe for of in (now, before) if of.num_runs < 2]:
+        differs = f"{ours} differs from {theirs} by {signed(between.delta)} {NATS}"
+        return f"no verdict: {differs}, but what another seed does is not known of {' and '.join(single)}"
+    if between.interval is None:
+        differs = f"{ours} differs from {theirs} by {signed(between.delta)} {NATS}"
+        return f"no verdict: {differs}, but the set is a single document of few windows"
+    if between.delta == 0 and not between.sem:
+        return f"{ours} and {theirs} are equal in every window"
+    low, high = between.interval
+    if low <= 0 <= high:
+        by_seeds = round(100 * (between.sem_seeds / between.sem) ** 2)
+        return (
+            f"no difference shown between {ours} and {theirs}: {signed(between.delta)} (95 % {signed(low)} to "
+            f"{signed(high)}); {by_seeds} % of its variance comes from the seeds"
+        )
+    better, (least, most) = ("better", (-high, -low)) if high < 0 else ("worse", (low, high))
+    return f"{ours} is {better} than {theirs} by {abs(between.delta):.4f} {NATS} (95 % {least:.4f} to {most:.4f})"
