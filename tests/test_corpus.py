@@ -188,12 +188,14 @@ def test_plain_text_beside_rows_is_told(folder):
     (folder / "rows").mkdir()
     write_rows(folder / "rows" / "a.jsonl", rows("a", 40))
     write_rows(folder / "rows" / "b.NDJSON", rows("b", 40))
+    write_rows(folder / "med" / "more.JSONL", rows("more", 40))  # of two spellings no simple glob leaves out the rest
     config = config_of(files={name: name for name in ("web", "law", "rows")}, sets={"med": {"path": "med"}})
     leaves = 'a glob such as "**/*.jsonl" leaves'
     warnings = (
         f"source web: a and 2 more files are plain text beside rows and are read as a document each; {leaves} them out",
         f"source law: a.json and b/LICENSE are plain text beside rows and are read as a document each; {leaves} them out",
-        f"eval set med: README.md is plain text beside rows and is read as a document; {leaves} it out",
+        "eval set med: README.md is plain text beside rows and is read as a document; a glob that only the files of "
+        "rows match leaves it out",
     )
     assert find_sizes(config, folder / "store").warnings == warnings  # before anything is prepared
     corpus = load_corpus(config, folder / "store")

@@ -130,15 +130,16 @@ def _rows_as_text(files: Sequence[SourceFile]) -> str | None:
     suffixes = {file.relative: suffix_of(file.path) for file in files}
     if of_rows := sorted({*suffixes.values()} & {*JSON_LINES, *COLUMNAR}):
         plain = [name for name, suffix in suffixes.items() if suffix not in of_rows]
-        return _beside_rows(plain, of_rows[0]) if plain else None
+        spellings = {name[-len(suffix) :] for name, suffix in suffixes.items() if suffix in of_rows}
+        return _beside_rows(plain, spellings) if plain else None
     if not {*suffixes.values()} <= ROWS_AS_TEXT:
         return None
     read = f"each {' or '.join(sorted({*suffixes.values()}))} file is read as one document of plain text"
     return f"{read}; if it holds rows, convert them to .jsonl (one object per line) or .parquet"
 
 
-def _beside_rows(plain: Sequence[str], of_rows: str) -> str:
-    glob = f'a glob such as "**/*{of_rows}"'
+def _beside_rows(plain: Sequence[str], of_rows: set[str]) -> str:
+    glob = f'a glob such as "**/*{min(of_rows)}"' if len(of_rows) == 1 else "a glob that only the files of rows match"
     if len(plain) == 1:
         return f"{plain[0]} is plain text beside rows and is read as a document; {glob} leaves it out"
     others = plain[1] if len(plain) == 2 else f"{len(plain) - 1:,} more files"
