@@ -33,11 +33,13 @@ class FieldError(ValueError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the host or a device is out of memory.
 
-    For a device jax raises a RuntimeError with gRPC's status RESOURCE_EXHAUSTED. That has other causes too, so the
-    message must also speak of memory or allocation.
+    For a device jax raises a RuntimeError that says so, or has gRPC's status RESOURCE_EXHAUSTED; that has other causes
+    too, so its message must also speak of memory or allocation.
     """
-    exhausted = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return isinstance(error, MemoryError) or (exhausted and any(w in str(error).lower() for w in ("memory", "alloc")))
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    told = str(error).lower()
+    return "out of memory" in told or ("resource_exhausted" in told and ("memory" in told or "alloc" in told))
 
 
 @contextmanager

@@ -443,6 +443,7 @@ def test_what_is_imported_is_not_looked_through_for_garbage():
     [
         (MemoryError("Unable to allocate 1.82 TiB for an array"), "Unable to allocate 1.82 TiB"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9"), "to allocate 9"),
+        (jax.errors.JaxRuntimeError("INTERNAL: Error dispatching: Out of memory allocating 60 bytes."), "60 bytes"),
     ],
 )
 def test_a_model_beyond_the_memory_is_told_without_a_traceback(folder, monkeypatch, error, told):

@@ -11,7 +11,7 @@ import pytest
 
 from curriculum.data.chat import AS_TEXT, ChatConfig, Template
 from curriculum.data.documents import documents_of
-from curriculum.data.pieces import PIECE_BYTES, parts_of, read_pieces
+from curriculum.data.pieces import MOST_BAD_ROWS, PIECE_BYTES, parts_of, read_pieces
 from curriculum.data.sources import SourceConfig, source_files
 from curriculum.errors import InputError
 
@@ -52,9 +52,26 @@ def test_a_text_file_is_one_document_unchanged(tmp_path):
 def test_a_byte_order_mark_is_dropped_once(tmp_path, monkeypatch):
     assert read(write(tmp_path / "a.txt", "\ufeffa\ufeffb")) == ["a\ufeffb"]
     assert read(write(tmp_path / "a.jsonl", '\ufeff{"text": "\ufeffx"}\n')) == ["\ufeffx"]
-    assert ":2: not JSON" in refused(write(tmp_path / "b.jsonl", '{"text": "x"}\n\ufeff{"text": "y"}\n'))
+    joined = '{"text": "x"}\n\ufeff{"text": "y"}\n'  # of two files, each with its own
+    assert read(write(tmp_path / "b.jsonl", joined)) == ["x", "y"]
     monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 8)
     assert read(write(tmp_path / "b.txt", "eight...\ufeffb")) == ["eight...\ufeffb"]
+
+
+def test_bad_rows_of_a_file_are_named_together(tmp_path):
+    rows = ['{"text": "x"}', "not json", '{"text": 7}', "", '{"text": "y"}', '{"body": "z"}']
+    told = refused(write(tmp_path / "a.jsonl", "\n".join(rows))).splitlines()
+    assert [line.partition(": ")[0] for line in told] == [f"{tmp_path}/a.jsonl:{number}" for number in (2, 3, 6)]
+    many = refused(write(tmp_path / "b.jsonl", "[]\n" * 30)).splitlines()
+    assert len(many) == MOST_BAD_ROWS + 1 and many[-1] == f"{tmp_path}/b.jsonl: its other rows were not looked at"
+
+
+def test_a_file_without_rows_is_an_empty_document(tmp_path):
+    write(tmp_path / "a.jsonl", '{"text": "x"}\n')
+    write(tmp_path / "b.jsonl", "")
+    write(tmp_path / "c.jsonl", "\n \n")
+    pieces = [(piece.text, piece.ends_document) for piece in read_pieces(SourceConfig(path=str(tmp_path)))]
+    assert pieces == [("x", True), ("", True), ("", True)]
 
 
 def test_a_folder_is_read_in_order_of_relative_path_without_hidden_files(tmp_path):

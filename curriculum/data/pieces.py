@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from typing import BinaryIO, NamedTuple
 
 from curriculum.data.chat import AS_TEXT, Stretch, Template, render, render_completion
@@ -28,6 +30,7 @@ from curriculum.errors import InputError, nearest
 # A plain-text file is read in pieces of about this size: with pieces of a megabyte malloc ends up keeping twice the
 # memory.
 PIECE_BYTES = 1 << 16
+MOST_BAD_ROWS = 20  # of a file that an error names
 
 # A place where a text may be cut without changing its ids under any published byte-pair pattern: between two words,
 # before the space, or at the start of a line that begins with a letter. Each of those patterns starts a new token
@@ -61,7 +64,8 @@ def read_pieces(source: SourceConfig, template: Template = AS_TEXT) -> Iterator[
     two words), JSONL one line at a time, tables as `open_table` says, the hub's rows as `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
-    without an answer.
+    without an answer. After a row that cannot be read the rest of its file is only checked, so that the error names
+    the first MOST_BAD_ROWS of them.
     """
     if source.hf is not None:
         yield from _hub_rows(source, template)
@@ -73,16 +77,16 @@ def read_pieces(source: SourceConfig, template: Template = AS_TEXT) -> Iterator[
 
 
 def _file_pieces(
-    file: SourceFile, source: SourceConfig, template: Template, tables_rows: bool = True
+    file: SourceFile, source: SourceConfig, template: Template, beginning: bool = False
 ) -> Iterator[Piece]:
-    """The pieces of a file. Without `tables_rows` only the columns of a table are checked."""
+    """The pieces of a file; of its `beginning` alone, a row of JSON at most, and of a table only the columns."""
     suffix = suffix_of(file.path)
     try:
         if suffix in JSON_LINES:
-            yield from _json_lines(file, source, template)
+            yield from _json_lines(file, source, template, 1 if beginning else None)
         elif suffix in COLUMNAR:
             with open_table(file.path, COLUMNAR[suffix], source.keys) as (names, batches):
-                yield from _rows_of(names, batches if tables_rows else (), source, template, file.path)
+                yield from _rows_of(names, () if beginning else batches, source, template, file.path)
         else:
             yield from _plain_text(file)
     except OSError as error:
@@ -97,7 +101,7 @@ def check_beginning(source: SourceConfig, template: Template) -> None:
     if source.hf is None:
         files = source_files(source)
         check_rows(source, files)
-        next(_file_pieces(files[0], source, template, tables_rows=False), None)
+        next(_file_pieces(files[0], source, template, beginning=True), None)
 
 
 def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
@@ -182,17 +186,41 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _json_lines(file: SourceFile, source: SourceConfig, template: Template) -> Iterator[Piece]:
+def _json_lines(file: SourceFile, source: SourceConfig, template: Template, most_rows: int | None) -> Iterator[Piece]:
     with _opened(file) as stream:
-        for number, line in enumerate(stream, start=1):
-            where = f"{file.path}:{number}"
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.isspace() or not line:
-                continue
-            row = _decoded(line, source, where)
-            _check_keys(source, row, where)
-            yield from _row_pieces(row, source, template, len(line), where)
+        lines = ((number, line.removeprefix(codecs.BOM_UTF8)) for number, line in enumerate(stream, start=1))
+        rows = (
+            partial(_of_json_row, line, source, template, f"{file.path}:{number}")
+            for number, line in lines
+            if line and not line.isspace()
+        )
+        yield from _of_all_rows(islice(rows, most_rows), file.path)
+
+
+def _of_json_row(line: bytes, source: SourceConfig, template: Template, where: str) -> list[Piece]:
+    row = _decoded(line, source, where)
+    _check_keys(source, row, where)
+    return _row_pieces(row, source, template, len(line), where)
+
+
+def _of_all_rows(rows: Iterable[Callable[[], list[Piece]]], where: str) -> Iterator[Piece]:
+    """The pieces of a file's rows; each is read by a call. A file without rows is an empty document."""
+    wrong: list[str] = []
+    read = None
+    for read in rows:
+        try:
+            pieces = read()
+        except InputError as error:
+            wrong += error.problems
+            if len(wrong) >= MOST_BAD_ROWS:
+                raise InputError(*wrong, f"{where}: its other rows were not looked at") from error
+            continue
+        if not wrong:
+            yield from pieces
+    if wrong:
+        raise InputError(*wrong)
+    if read is None:
+        yield Piece("", True, 0, where)
 
 
 def _decoded(line: bytes, source: SourceConfig, where: str) -> dict:
@@ -261,18 +289,22 @@ def _rows_of(
     """The pieces of a table's rows. `names`: its columns; empty if it has no rows or does not name them."""
     if names:
         _check_keys(source, names, where)
-    number = 0
-    for batch in batches:
-        _check_keys(source, batch, where)
-        for values in zip(*(batch[key] for key in source.keys), strict=True):
-            number += 1
-            row = dict(zip(source.keys, values, strict=True))
-            yield from _row_pieces(row, source, template, None, f"{where}: row {number}")
+
+    def rows() -> Iterator[Callable[[], list[Piece]]]:
+        number = 0
+        for batch in batches:
+            _check_keys(source, batch, where)
+            for values in zip(*(batch[key] for key in source.keys), strict=True):
+                number += 1
+                row = dict(zip(source.keys, values, strict=True))
+                yield partial(_row_pieces, row, source, template, None, f"{where}: row {number}")
+
+    yield from _of_all_rows(rows(), where)
 
 
 def _row_pieces(
     row: Mapping, source: SourceConfig, template: Template, source_bytes: int | None, where: str
-) -> Iterator[Piece]:
+) -> list[Piece]:
     """The pieces of a row that has all keys. `source_bytes`: bytes read for it; None: count its characters instead."""
     values = [row[key] for key in source.keys]
     try:
@@ -288,9 +320,8 @@ def _row_pieces(
     if source_bytes is None:
         source_bytes = sum(len(stretch.text) for stretch in stretches)
     if source.format == "text":
-        yield Piece(stretches[0].text, True, source_bytes, where)
-    else:
-        yield from conversation_pieces(stretches, source_bytes, where)
+        return [Piece(stretches[0].text, True, source_bytes, where)]
+    return list(conversation_pieces(stretches, source_bytes, where))
 
 
 def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
