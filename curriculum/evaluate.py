@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,19 @@ from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.errors import InputError, check_several, no_such, no_such_path
 from curriculum.parsing.options import named_directories
-from curriculum.plan_warnings import evalset_warnings
+from curriculum.plan_warnings import evalset_warnings, read_before
 from curriculum.record.events import config_name, record_name
+from curriculum.record.wording import listed
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.run_directory import RunDirectory, telling_where_started
 from curriculum.saved_weights import chosen_again, find_saved
+from curriculum.schema.adaptation import PastRun, past_runs
 from evalsets.evalset import EvalSet
 from evalsets.metrics import WindowResults, summarise
 from evalsets.summary import Summary
 
 if TYPE_CHECKING:
+    from curriculum.data.tokenizers.tokenizer import Tokenizer
     from curriculum.model.model import Model
 
 
@@ -116,6 +119,8 @@ def evaluate(
     for name in texts:
         counts = found[name][1] | dict.fromkeys(unknown)
         warnings += [_read_warning(evalsets[name], source, count, own) for source, count in counts.items()]
+    past = past_runs(saved.ledger["lineage"]) if texts else []
+    warnings += _read_before(past, config, {name: evalsets[name] for name in texts}, store_dir, saved.tokenizer)
     warnings += file_warnings({f"eval set {name}": text for name, text in texts.items()})
     warnings += size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new})
     warnings += evalset_warnings(evalsets.values())
@@ -138,6 +143,24 @@ def _read_warning(evalset: EvalSet, source: str, count: int | None, config: Conf
     changed = "its text or the run's eval sets have changed since, or are not prepared here"
     why = changed if source in config.sources else "the config no longer has it"
     return f"unknown how many documents of {evalset.name} {where}: {why}"
+
+
+def _read_before(
+    runs: Iterable[PastRun],
+    config: Config,
+    evalsets: Mapping[str, EvalSet],
+    store_dir: str | Path,
+    tokenizer: Tokenizer,
+) -> Iterator[str]:
+    """Warnings of what the runs that the model comes from were trained on of eval sets."""
+    for past in runs:
+        found, unknown = read_before(past, config, evalsets, store_dir, tokenizer)
+        told = f"{past.directory}, where the model comes from, was trained on"
+        for name, (num_documents, counts) in found.items():
+            for source, count in counts.items():
+                yield f"{count:,} of {num_documents:,} documents of {name} also occur in source {source}, which {told}"
+        if unknown is not None:
+            yield f"unknown how many documents of {listed(list(evalsets))} {told}: {unknown}"
 
 
 def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str]) -> Config:

@@ -22,7 +22,7 @@ from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
 from curriculum.record.wording import counted, first_of, largest, listed
 from curriculum.scheduling import mean_steps, num_due
-from curriculum.schema.adaptation import Base, find_base
+from curriculum.schema.adaptation import Base, PastRun, find_base
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
 from evalsets.regressions import NUM_HISTORY
@@ -200,8 +200,9 @@ def _shapes_that_do_nothing(config: Config) -> Iterator[str]:
 def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None) -> Iterator[str]:
     """A warning for each eval set with documents that the run of `adaptation.init_from` was trained on.
 
-    And one if that cannot be told, as the text of that run has changed or is not prepared here; and one if it was
-    trained on conversations by another template. Raises InputError if the run is gone.
+    The runs that it began from count as well. And a warning if it cannot be told, as such a run is gone or its text has
+    changed or is not prepared here; and one if the run was trained on conversations by another template. Raises
+    InputError if the run is gone.
     """
     given = config.adaptation.init_from
     base = None if given is None or tokenizer is None else find_base(given)
@@ -212,25 +213,37 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
         ours, its = asdict(config.chat), asdict(base.chat.chat)
         changed = [f"chat.{role} is {shown(its[role])} there" for role in its if ours[role] != its[role]]
         yield f"conversations are written by another template than {given} was trained with: {'; '.join(changed)}"
-    streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}
+    for past in base.past_runs:
+        of_base = past.directory == given
+        told = past.directory if of_base else f"{past.directory}, where the model of {given} comes from,"
+        found, unknown = read_before(past, config, config.eval_sources, store_dir, tokenizer)
+        for name, (num_documents, counts) in found.items():
+            for source, count in counts.items():
+                yield (
+                    f"{count:,} of {num_documents:,} documents of eval set {record_name(name)} are in source {source}, "
+                    f"which {told} was trained on: the set's losses show that too; hold out what {past.directory} held "
+                    "out (the same path and held_out), or measure other text"
+                )
+        if unknown is not None:
+            yield f"unknown whether {told} was trained on documents of the eval sets: {unknown}"
+
+
+def read_before(
+    past: PastRun, config: Config, names: Iterable[str], store_dir: str | Path, tokenizer: Tokenizer
+) -> tuple[dict[str, tuple[int, dict[str, int]]], str | None]:
+    """What a past run was trained on of the eval sets of `config` with these names, as `find_trained_on` finds it.
+
+    And why that is not known, or not all of it; None if it is.
+    """
+    if past.streams is None:
+        return {}, "that run is no longer there"
     try:
-        own = {section: base.config[section] for section in config.to_json()}
-        base_config = config_from_json(own)
-        found, unknown = find_trained_on(config, config.eval_sources, base_config, streams, store_dir, tokenizer)
-    except (KeyError, InputError):  # of a config that is damaged, or of text that changed: the new run needs neither
-        found, unknown = {}, list(streams)
-    for name, (num_documents, counts) in found.items():
-        for source, count in counts.items():
-            yield (
-                f"{count:,} of {num_documents:,} documents of eval set {record_name(name)} are in source {source}, "
-                f"which {given} was trained on: the set's losses show that too; hold out what {given} held out (the "
-                "same path and held_out), or measure other text"
-            )
-    if unknown:
-        yield (
-            f"unknown whether {given} was trained on documents of the eval sets: its text of "
-            f"{first_of(unknown, MOST_WARNED)} has changed, or is not prepared here"
-        )
+        its_config = config_from_json({section: past.config[section] for section in config.to_json()})
+        found, unknown = find_trained_on(config, names, its_config, past.streams, store_dir, tokenizer)
+    except (KeyError, InputError):  # of a config that is damaged, or of text that changed: nothing else needs either
+        found, unknown = {}, list(past.streams)
+    changed = f"its text of {first_of(unknown, MOST_WARNED)} has changed, or is not prepared here"
+    return found, changed if unknown else None
 
 
 def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:

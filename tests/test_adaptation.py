@@ -22,6 +22,7 @@ from curriculum.config import build_config, changed_config, config_from_json, lo
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.disk.manifest import update_manifest, write_manifest
 from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
 from curriculum.find_checkpoint import read_ledger
 from curriculum.model.presets import ModelConfig, resolve_model
 from curriculum.model.transformer import transformer
@@ -604,6 +605,38 @@ def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):
     Path("clauses/config.resolved.json").write_text(json.dumps(resolved))
     Path("clauses.jsonl").write_text("".join(lines[:39]))  # now another text
     assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [unknown]
+
+
+def test_documents_that_a_run_further_back_was_trained_on_are_told(folder):
+    lines = [json.dumps({"text": f"clause {i}: the party of part {i * i} pays {i} times"}) + "\n" for i in range(40)]
+    Path("clauses.jsonl").write_text("".join(lines))
+    Path("seen.jsonl").write_text("".join(lines[:7]))
+    phases = [{"name": "a", "until": "end", "mixture": {"clauses": 1}}]
+    sets = {"primary": {"path": "web_eval.txt"}}
+    base = BASE | {"name": "oldest", "sources": {"clauses": {"path": "clauses.jsonl"}}, "phases": phases}
+    train(build_config(base | {"evalsets": sets}), "oldest", store_dir="store")
+    web = BASE | {"evalsets": sets, "sources": {"web": {"path": "web.txt"}}}
+    train(build_config(web | {"name": "between", "adaptation": {"init_from": "oldest"}}), "between", store_dir="store")
+    own = {"primary": {"path": "web_eval.txt"}, "sets": {"seen": {"path": "seen.jsonl"}}}
+    last = build_config(web | {"name": "last", "adaptation": {"init_from": "between"}, "evalsets": own})
+    train(last, "last", store_dir="store")
+    [told] = [warning for warning in plan(last, store_dir="store").warnings if "trained on" in warning]
+    assert told.startswith(
+        "7 of 7 documents of eval set seen are in source clauses, which oldest, where the model of between comes from, "
+        "was trained on: the set's losses show that too; hold out what oldest held out"
+    )
+    measured = evaluate("between", eval_dataset_dirs=["again=seen.jsonl"], sets=["again"], store_dir="store")
+    assert measured.warnings[0] == (
+        "7 of 7 documents of again also occur in source clauses, which oldest, where the model comes from, was trained on"
+    )
+    Path("oldest").rename("moved")
+    [gone] = [warning for warning in plan(last, store_dir="store").warnings if "trained on" in warning]
+    assert gone == (
+        "unknown whether oldest, where the model of between comes from, was trained on documents of the eval sets: that "
+        "run is no longer there"
+    )
+    again = evaluate("between", eval_dataset_dirs=["again=seen.jsonl"], sets=["again"], store_dir="store")
+    assert again.warnings[0].startswith("unknown how many documents of again oldest, where the model comes from, was")
 
 
 def test_a_document_whose_tail_is_measured_is_known_to_a_base_that_read_all_of_it(folder):

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from curriculum.data.chat import ChatConfig, Template
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
 from curriculum.errors import InputError, no_such_path, shown
-from curriculum.find_checkpoint import architecture_at, find_checkpoint, read_ledger, undamaged
+from curriculum.find_checkpoint import architecture_at, checkpoint_steps, find_checkpoint, read_ledger, undamaged
 from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
 from curriculum.model.formats.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.parsing.typed import Limits
+from curriculum.record.queries import base_directory
 from curriculum.run_directory import RunDirectory, step_folders
 from phases.clocks import percentage
 from phases.schedule import Phase, segments_from_json
@@ -99,6 +101,12 @@ class Base:
         }
 
     @property
+    def past_runs(self) -> list[PastRun]:
+        """The runs in which the checkpoint's parameters were trained, its own first."""
+        streams = {name: of["stream"] for name, of in self.ledger["sources"].items() if of["tokens_drawn"]}
+        return [PastRun(self.init_from, self.config, streams), *past_runs(self.ledger["lineage"])]
+
+    @property
     def chat(self) -> Template | None:
         """`chat_of` the checkpoint."""
         return chat_of(self.config, self.ledger, self.step)
@@ -129,6 +137,47 @@ class HfBase:
             "keep_optimizer": keep_optimizer,
             "lineage": None,
         }
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run in which a model was trained before: its directory as it was given, and what it had read by then.
+
+    config, streams: its resolved config, and the `stream` in `Corpus.details` of each source that it had read; both are
+    None if nothing tells them: the run is gone, or another one is in its place.
+    """
+
+    directory: str
+    config: dict[str, Any] | None
+    streams: dict[str, str] | None
+
+
+def past_runs(lineage: Mapping[str, Any] | None) -> list[PastRun]:
+    """The runs of a lineage, the latest first. Nothing tells what a Hugging Face folder was trained on: it is none."""
+    found = []
+    while lineage is not None:
+        if lineage.get("kind") != "hf":
+            found.append(_past_run(lineage))
+        lineage = lineage["lineage"]
+    return found
+
+
+def _past_run(lineage: Mapping[str, Any]) -> PastRun:
+    given, step = base_directory(lineage), lineage["step"]
+    run = _run_at(Path(os.path.abspath(os.path.expanduser(given))), given)
+    for place in () if run is None else run.places:
+        for later in checkpoint_steps(place):  # the ledger of any step from there on knows what was read until then
+            with suppress(InputError, KeyError):
+                ledger = read_ledger(place / str(later))
+                if later >= step and ledger["history"]["started_at"] == lineage["started_at"]:
+                    return PastRun(given, run.resolved(), _streams_read(ledger, step))
+    return PastRun(given, None, None)
+
+
+def _streams_read(ledger: Mapping[str, Any], step: int) -> dict[str, str]:
+    """By source, the `stream` of what the first `step` updates of a run read of it."""
+    read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
+    return {name: of["stream"] for name, of in ledger["sources"].items() if name in read and of["tokens_drawn"]}
 
 
 def chat_of(resolved: Mapping[str, Any], ledger: Mapping[str, Any], step: int) -> Template | None:
