@@ -155,7 +155,7 @@ def _read_before(
     """Warnings of what the runs that the model comes from were trained on of eval sets."""
     for past in runs:
         found, unknown = read_before(past, config, evalsets, store_dir, tokenizer)
-        told = f"{past.directory}, where the model comes from, was trained on"
+        told = f"{past.name}, where the model comes from, was trained on"
         for name, (num_documents, counts) in found.items():
             for source, count in counts.items():
                 yield f"{count:,} of {num_documents:,} documents of {name} also occur in source {source}, which {told}"

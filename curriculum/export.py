@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import Weights, chosen_again, find_weights, ledger_beside
-from curriculum.schema.adaptation import chat_of
+from curriculum.schema.adaptation import LINEAGE, chat_of, lineage_at
 from curriculum.views.model_card import Exported, model_card
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def export(
         raise InputError(f"{directory.tokenizer}: is missing; restore it from a copy")
 
     metadata = {"step": str(step), "weights": weights}
+    if kind == "hf":  # the one that a run can begin from
+        metadata[LINEAGE] = json.dumps(lineage_at(str(run), directory.resolved(), ledger, step))
     with _refusals_told(output):
         place.mkdir(parents=True, exist_ok=True)
         with scratch(place, output) as folder:

@@ -15,14 +15,15 @@ from curriculum.config import Config, config_from_json
 from curriculum.data.config_stores import own_sources
 from curriculum.data.corpus import find_trained_on
 from curriculum.data.split import parse_share
-from curriculum.data.tokenizers.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, shown
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
 from curriculum.record.wording import counted, first_of, largest, listed
+from curriculum.run_directory import read_json
 from curriculum.scheduling import mean_steps, num_due
-from curriculum.schema.adaptation import Base, PastRun, find_base
+from curriculum.schema.adaptation import PastRun, find_base
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
 from evalsets.regressions import NUM_HISTORY
@@ -206,7 +207,7 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     """
     given = config.adaptation.init_from
     base = None if given is None or tokenizer is None else find_base(given)
-    if not isinstance(base, Base):
+    if base is None:
         return
     reads_turns = any(s.format == "messages" for s in (*config.sources.values(), *own_sources(config).values()))
     if reads_turns and base.chat is not None and base.chat.chat != config.chat:
@@ -214,14 +215,14 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
         changed = [f"chat.{role} is {shown(its[role])} there" for role in its if ours[role] != its[role]]
         yield f"conversations are written by another template than {given} was trained with: {'; '.join(changed)}"
     for past in base.past_runs:
-        of_base = past.directory == given
-        told = past.directory if of_base else f"{past.directory}, where the model of {given} comes from,"
+        further_back = "" if past.name == given else f", where the model of {given} comes from,"
+        told = f"{past.name}{further_back}"
         found, unknown = read_before(past, config, config.eval_sources, store_dir, tokenizer)
         for name, (num_documents, counts) in found.items():
             for source, count in counts.items():
                 yield (
                     f"{count:,} of {num_documents:,} documents of eval set {record_name(name)} are in source {source}, "
-                    f"which {told} was trained on: the set's losses show that too; hold out what {past.directory} held "
+                    f"which {told} was trained on: the set's losses show that too; hold out what {past.name} held "
                     "out (the same path and held_out), or measure other text"
                 )
         if unknown is not None:
@@ -235,11 +236,14 @@ def read_before(
 
     And why that is not known, or not all of it; None if it is.
     """
-    if past.streams is None:
+    if past.directory is None:
         return {}, "that run is no longer there"
     try:
-        its_config = config_from_json({section: past.config[section] for section in config.to_json()})
-        found, unknown = find_trained_on(config, names, its_config, past.streams, store_dir, tokenizer)
+        resolved = past.directory.resolved()
+        own = read_json(past.directory.tokenizer / "tokenizer.json").get("fingerprint") == tokenizer.fingerprint
+        its_tokenizer = tokenizer if own else load_tokenizer(past.directory.tokenizer)
+        its_config = config_from_json({section: resolved[section] for section in config.to_json()})
+        found, unknown = find_trained_on(config, names, its_config, past.streams, store_dir, tokenizer, its_tokenizer)
     except (KeyError, InputError):  # of a config that is damaged, or of text that changed: nothing else needs either
         found, unknown = {}, list(past.streams)
     changed = f"its text of {first_of(unknown, MOST_WARNED)} has changed, or is not prepared here"

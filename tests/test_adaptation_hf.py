@@ -15,6 +15,8 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.export import export
+from curriculum.find_checkpoint import read_ledger
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.hf import hf_tensors, load_hf
 from curriculum.model.formats.hf_config_writer import hf_config_of
@@ -29,6 +31,9 @@ from curriculum.schema.mesh import MeshConfig
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import abstract_on_mesh, make_mesh
 from curriculum.train.trainer import train
+from curriculum.views.compare import compare
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import lineage_lines
 
 NUM_TOKENS, NUM_ROWS = 270, 272  # the tokenizer's ids and the embedding's rows: as in Qwen's folders there are more
 CONFIG = ModelConfig(
@@ -292,3 +297,49 @@ def test_a_run_comes_before_a_folder_of_weights(folder):
     train(build_config(adapted("train.steps=1").to_json()), "run", store_dir="store")
     Path("run/config.json").write_text("{}")
     assert find_base("run").step == 1 and find_base("hf").model == CONFIG
+
+
+def test_an_export_knows_the_run_that_it_was_made_of(folder):
+    talks = [
+        {"messages": [{"role": "user", "content": f"part {i}?"}, {"role": "assistant", "content": f"the {i}th"}]}
+        for i in range(60)
+    ]
+    Path("talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
+    for name, about in (("other", "a fox"), ("third", "an owl")):
+        Path(f"{name}.txt").write_text(f"once upon a time {about} went to the river and slept\n" * 60)
+    third = "evalsets.sets.third={path: third.txt}"
+    overrides = [
+        "sources.talks={path: talks.jsonl, format: messages}",
+        "phases.a.mixture={law: 0.5, talks: 0.5}",
+        third,
+    ]
+    template = {"system": "<s>{content}", "user": "<u>{content}", "assistant": "<a>{content}</a>"}
+    first = adapted(
+        "name=first", "evalsets.every=1", *overrides, *(f"chat.{role}={text!r}" for role, text in template.items())
+    )
+    train(first, "first", store_dir="store")
+    export("first", "exported", format="hf", step=1)
+
+    other = ["sources.law.path=other.txt", "evalsets.primary={path: law.txt}", third]
+    config = adapted(*other, init_from="exported")
+    assert config.chat == first.chat  # as from the run itself
+    train(config, "second", store_dir="store")
+    [told] = [warning for warning in load_run("second").start["warnings"] if "trained on" in warning]
+    assert told.startswith(
+        "1 of 1 documents of eval set val are in source law, which first, where the model of exported comes from, was"
+    )
+    lineage = load_run("second").start["lineage"]
+    assert (lineage["kind"], lineage["init_from"], lineage["mixture"]) == ("hf", "exported", {"law": 0.5, "talks": 0.5})
+    run = lineage["lineage"]
+    assert (run["init_from"], run["run"], run["step"], run["lineage"]["init_from"]) == ("first", "first", 1, "hf")
+    assert run["started_at"] == read_ledger(Path("first/checkpoints/1"))["history"]["started_at"]
+    assert lineage_lines(inspect_run(load_run("second"))["lineage"]) == [
+        "parameters from exported", "parameters from first, step 1", "parameters from hf",
+    ]  # fmt: skip
+    compared = compare(["first", "second"])
+    assert [dict(pair) for pair in compared.begun] == [{"run": "second", "base": "first", "step": 1}]
+    assert compared.runs[0]["step"] == 1  # what was exported, though the run went on
+
+    tensors = load_file("exported/model.safetensors")  # another program writes them anew
+    save_file(tensors, "exported/model.safetensors", {"format": "pt"})
+    assert find_base("exported").lineage(False)["lineage"] is None

@@ -447,7 +447,10 @@ def test_a_folder_for_transformers(run, hf_folder):
     ]  # fmt: skip
     assert_same(load_file(hf_folder / "model.safetensors"), as_transformers_has_them(saved_params(run, 4)))
     with safe_open(hf_folder / "model.safetensors", "numpy") as file:
-        assert file.metadata() == {"format": "pt", "step": "4", "weights": "raw"}
+        metadata = file.metadata()
+    lineage = json.loads(metadata.pop("curriculum.lineage"))
+    assert metadata == {"format": "pt", "step": "4", "weights": "raw"}
+    assert (lineage["init_from"], lineage["step"], lineage["mixture"]) == (str(run), 4, {"web": 1.0})
     config = json.loads((hf_folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 257
     assert config["dtype"] == "float32" and config["bos_token_id"] == config["eos_token_id"] == 256

@@ -153,15 +153,18 @@ def find_trained_on(
     streams: Mapping[str, str],
     store_dir: str | Path,
     tokenizer: Tokenizer,
+    its_tokenizer: Tokenizer | None = None,
 ) -> tuple[dict[str, tuple[int, dict[str, int]]], list[str]]:
     """What a run was trained on of the eval sets of `config` with these names, as far as both are prepared here.
 
-    `streams`: by source of the run's config, `base`, that it has read, its `stream` in `Corpus.details`. Returns by
-    eval set the number of documents that it measures, and by source how many of them are in its stream; and the sources
-    whose text is no longer that, or is not prepared here.
+    `streams`: by source of the run's config, `base`, that it has read, its `stream` in `Corpus.details`.
+    `its_tokenizer`: the run's, if it has another; texts are compared, not ids. Returns by eval set the number of
+    documents that it measures, and by source how many of them are in its stream; and the sources whose text is no
+    longer that, or is not prepared here.
     """
-    of_base = find_stores(base, tokenizer, store_dir)
-    read = _hashes_read(base, streams, of_base, tokenizer)
+    its_tokenizer = its_tokenizer or tokenizer
+    of_base = find_stores(base, its_tokenizer, store_dir)
+    read = _hashes_read(base, streams, of_base, its_tokenizer)
     stores = find_stores(config, tokenizer, store_dir)
     found = {}
     for name in names:

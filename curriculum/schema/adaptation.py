@@ -5,6 +5,7 @@ Nothing here imports jax, as a plan needs this module too.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -21,7 +22,7 @@ from curriculum.errors import InputError, no_such_path, shown
 from curriculum.find_checkpoint import architecture_at, checkpoint_steps, find_checkpoint, read_ledger, undamaged
 from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
-from curriculum.model.formats.hf_weights import INDEX, stored_tensors
+from curriculum.model.formats.hf_weights import INDEX, stored_tensors, weights_metadata
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.parsing.typed import Limits
 from curriculum.record.queries import base_directory
@@ -89,44 +90,33 @@ class Base:
 
     def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
         """The lineage of a run that begins here, back to its first ancestor, as its record keeps it."""
-        return {
-            "init_from": self.init_from,
-            "run": self.config["name"],
-            "started_at": self.started_at,
-            "step": self.step,
-            "mixture": self._mixture,
-            "keep_optimizer": keep_optimizer,
-            **({} if self.chat is None else {"chat": self.chat.to_json()}),
-            "lineage": self.ledger["lineage"],
-        }
+        return lineage_at(self.init_from, self.config, self.ledger, self.step, keep_optimizer)
 
     @property
     def past_runs(self) -> list[PastRun]:
         """The runs in which the checkpoint's parameters were trained, its own first."""
         streams = {name: of["stream"] for name, of in self.ledger["sources"].items() if of["tokens_drawn"]}
-        return [PastRun(self.init_from, self.config, streams), *past_runs(self.ledger["lineage"])]
+        return [PastRun(self.init_from, self.directory, streams), *past_runs(self.ledger["lineage"])]
 
     @property
     def chat(self) -> Template | None:
         """`chat_of` the checkpoint."""
         return chat_of(self.config, self.ledger, self.step)
 
-    @property
-    def _mixture(self) -> dict[str, float] | None:
-        """The shares of its sources in the newest update before the checkpoint; None if there was none."""
-        last = self.step - 1
-        segments = segments_from_json(self.ledger["segments"])
-        return next((segment.mixture_at(last) for segment in segments if segment.start <= last < segment.end), None)
-
 
 @dataclass(frozen=True)
 class HfBase:
-    """The Hugging Face folder that a run begins from; its weights fit its config.json."""
+    """The Hugging Face folder that a run begins from; its weights fit its config.json.
+
+    exported_from: the lineage of a run that began from what `export` made the folder of; None if the weights are not
+    those that it wrote.
+    """
 
     init_from: str  # as it was given
     folder: Path
     model_type: str
     model: ModelConfig
+    exported_from: dict[str, Any] | None = None
 
     def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
         """The lineage of a run that begins here; `start_of` adds the fingerprint, for which it reads all weights."""
@@ -135,20 +125,55 @@ class HfBase:
             "kind": "hf",
             "model_type": self.model_type,
             "keep_optimizer": keep_optimizer,
-            "lineage": None,
+            **{key: value for key, value in (self.exported_from or {}).items() if key in ("mixture", "chat")},
+            "lineage": self.exported_from,
         }
+
+    @property
+    def past_runs(self) -> list[PastRun]:
+        """The runs in which the parameters were trained, the latest first, as far as the folder tells."""
+        return past_runs(self.exported_from)
+
+    @property
+    def chat(self) -> Template | None:
+        """The template of the conversations that they were trained on in these runs; None: of none."""
+        chat = (self.exported_from or {}).get("chat")
+        return None if chat is None else Template.from_json(chat)
+
+
+def lineage_at(
+    init_from: str, resolved: Mapping[str, Any], ledger: Mapping[str, Any], step: int, keep_optimizer: bool = False
+) -> dict[str, Any]:
+    """The lineage of a run that begins with a run's parameters after `step` updates.
+
+    `init_from`: that run, as it is given. `resolved`: its config. `ledger`: of any of its checkpoints that reaches that
+    step. `mixture`: the shares of its sources in the last update before; None if there was none.
+    """
+    segments, last = segments_from_json(ledger["segments"]), step - 1
+    mixtures = (segment.mixture_at(last) for segment in segments if segment.start <= last < segment.end)
+    chat = chat_of(resolved, ledger, step)
+    return {
+        "init_from": init_from,
+        "run": resolved["name"],
+        "started_at": ledger["history"]["started_at"],
+        "step": step,
+        "mixture": next(mixtures, None),
+        "keep_optimizer": keep_optimizer,
+        **({} if chat is None else {"chat": chat.to_json()}),
+        "lineage": ledger["lineage"],
+    }
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run in which a model was trained before: its directory as it was given, and what it had read by then.
+    """A run in which a model was trained before, and what it had read by then.
 
-    config, streams: its resolved config, and the `stream` in `Corpus.details` of each source that it had read; both are
-    None if nothing tells them: the run is gone, or another one is in its place.
+    name: its directory, as it was given. streams: the `stream` in `Corpus.details` of each source that it had read.
+    Both `directory` and `streams` are None if nothing tells: the run is gone, or another one is in its place.
     """
 
-    directory: str
-    config: dict[str, Any] | None
+    name: str
+    directory: RunDirectory | None
     streams: dict[str, str] | None
 
 
@@ -170,7 +195,7 @@ def _past_run(lineage: Mapping[str, Any]) -> PastRun:
             with suppress(InputError, KeyError):
                 ledger = read_ledger(place / str(later))
                 if later >= step and ledger["history"]["started_at"] == lineage["started_at"]:
-                    return PastRun(given, run.resolved(), _streams_read(ledger, step))
+                    return PastRun(given, run, _streams_read(ledger, step))
     return PastRun(given, None, None)
 
 
@@ -243,6 +268,7 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
     raise InputError(f"{given!r} is neither a run nor a checkpoint of one; expected {_EXPECTED}")
 
 
+LINEAGE = "curriculum.lineage"  # in the metadata of exported weights, which other programs do not write again
 _EXPECTED = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP or a Hugging Face folder"
 _PLACES = ("checkpoints", "gold", "kept")
 
@@ -269,7 +295,8 @@ def _hf_base(folder: Path, given: str) -> HfBase:
         problems.append(f"{folder / DEFINITION_NAME}: is missing (the tokenizer in the format of `tokenizers`); {fix}")
     if problems:
         raise InputError(*problems)
-    return HfBase(given, folder, hf_model_type(folder), model)
+    noted = weights_metadata(folder).get(LINEAGE)
+    return HfBase(given, folder, hf_model_type(folder), model, noted and json.loads(noted))
 
 
 def _as_given(path: Path, given: str) -> Path:

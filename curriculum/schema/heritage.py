@@ -24,7 +24,8 @@ class Heritage:
     """The `model` and `tokenizer` sections that a config inherits from a run or a folder, and must not contradict.
 
     The config may pad the vocabulary of a folder's model, and with rope have another `max_seq_len`. `sections` has
-    `chat` too if a run was trained on conversations; the config may have another.
+    `chat` too if a run, or the one that a folder was exported from, was trained on conversations; the config may have
+    another.
     """
 
     run: str  # as messages name it
@@ -141,6 +142,8 @@ def _hf_heritage(base: HfBase) -> Heritage:
         "model": architecture_fields(base.model) | {"vocab_size": num_ids, "num_ids": num_ids},
         "tokenizer": asdict(TokenizerConfig("hf", path=str(base.folder))),
     }
+    if base.chat is not None:
+        sections["chat"] = asdict(base.chat.chat)
     return Heritage(str(base.folder), sections, tokenizer, base.model.architecture, is_hf=True)
 
 

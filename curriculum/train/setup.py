@@ -25,7 +25,7 @@ from curriculum.model.transformer import transformer
 from curriculum.plan_warnings import all_warnings, known_to_base
 from curriculum.record.events import plain
 from curriculum.scheduling import NO_PAST, Past
-from curriculum.schema.adaptation import Base, resolved_model
+from curriculum.schema.adaptation import resolved_model
 from curriculum.schema.checks import NO_ADAPTERS
 from curriculum.schema.shapes import row_problems
 from curriculum.train.bases import check_base, load_frozen
@@ -144,7 +144,7 @@ def build(
     if not trained:  # before the text is prepared
         _check_rows(config, mesh)
     corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
-    if isinstance(start.base, Base):
+    if start.base is not None:
         known = known_to_base(config, store_dir, corpus.tokenizer)
         corpus = replace(corpus, warnings=(*corpus.warnings, *known))
     not_kept = _keep_programs(store_dir)

@@ -33,7 +33,7 @@ def began_at(run: Run, base: Run) -> int | None:
             there = next((place for place in places if RunDirectory(place).has_config), None)
             if wanted == there or (there is None and lineage.get("started_at") == (_started_at(base) or "")):
                 return lineage["step"]
-        began, lineage = lineage.get("started_at"), lineage["lineage"]  # a folder has neither
+        began, lineage = lineage.get("started_at", began), lineage["lineage"]  # a folder began at no time
     return None
 
 

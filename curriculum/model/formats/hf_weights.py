@@ -50,7 +50,7 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
     problems = []
     for file in weight_files(folder):
         try:
-            for name, tensor in _header(file).items():
+            for name, tensor in _header(file)[1].items():
                 if name in tensors:
                     problems.append(f"{file}: {name} is already in {tensors[name].file.name}; copy the folder again")
                 tensors[name] = tensor
@@ -59,6 +59,11 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
     if problems:
         raise InputError(*problems)
     return tensors
+
+
+def weights_metadata(folder: str | os.PathLike) -> dict[str, str]:
+    """What the writer of a folder's weights noted in their header, or in that of the first of their files."""
+    return _header(weight_files(folder)[0])[0]
 
 
 def weight_files(folder: str | os.PathLike) -> list[Path]:
@@ -113,8 +118,8 @@ def equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return all(first.read(size) == second.read(size) for size in sizes)
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, from its header, which the library checks.
+def _header(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """The metadata and the tensors of a file, from its header, which the library checks.
 
     The format: the length of a JSON object as 8 bytes, the object, then the arrays without gaps.
     """
@@ -128,8 +133,8 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{file}: is not a complete safetensors file: {error}; copy it again") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-    header.pop("__metadata__", None)
-    return {
+    metadata = header.pop("__metadata__", {})
+    return metadata, {
         name: StoredTensor(
             file, entry["dtype"], tuple(entry["shape"]), *(8 + length + offset for offset in entry["data_offsets"])
         )
