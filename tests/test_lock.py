@@ -8,7 +8,7 @@ import pytest
 from locked import locked_by_another
 
 from curriculum.config import build_config
-from curriculum.disk.lock import RunLock
+from curriculum.disk.lock import RunLock, trained_by
 from curriculum.errors import InputError
 from curriculum.train.trainer import train
 
@@ -69,6 +69,16 @@ def test_the_lock_is_released_whatever_happens(tmp_path):
         lock.take()
         raise ZeroDivisionError
     assert take(tmp_path)
+
+
+def test_a_lock_is_ones_own_by_the_file_not_by_the_process_number(holder, tmp_path):
+    own = {"pid": os.getpid(), "host": os.uname().nodename}
+    (tmp_path / ".lock").write_text(json.dumps(own))  # as that of process 1 in another container
+    assert trained_by(tmp_path) == f"process {own['pid']} on {own['host']}"
+    with RunLock(tmp_path / "own") as lock:
+        lock.take()
+        assert trained_by(tmp_path / "own") is None
+    assert trained_by(tmp_path / "own") is None
 
 
 def test_a_lock_that_cannot_be_opened_is_told(tmp_path):

@@ -11,7 +11,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from curriculum.errors import InputError
 
@@ -26,6 +26,8 @@ class RunLock:
     never removed, as another process may be about to lock it.
     """
 
+    _held: ClassVar[set[tuple[int, int]]] = set()  # device and inode of each file that this process has locked
+
     def __init__(self, run_dir: Path):
         self.path = run_dir / LOCK
         self._descriptor: int | None = None
@@ -35,6 +37,7 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
+            self._held.discard(_identity(self._descriptor))
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -70,6 +73,7 @@ class RunLock:
                 f"{self.path.parent}: is being trained by {holder}; wait for it, stop it, or choose another --run-dir"
             ) from None
         self._descriptor = descriptor
+        self._held.add(_identity(descriptor))
         own = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -103,13 +107,18 @@ def trained_by(run_dir: Path) -> str | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = _holder(path, "process {pid} on {host}")
-        return None if holder == f"process {os.getpid()} on {socket.gethostname()}" else holder
+        own = _identity(descriptor) in RunLock._held  # pids say little: in two containers both may be process 1
+        return None if own else _holder(path, "process {pid} on {host}")
     except OSError:
         return None
     finally:
         os.close(descriptor)
     return None
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _holder(path: Path, what: str) -> str:
