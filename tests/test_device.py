@@ -300,6 +300,15 @@ def kept():
         jax.config.update(name, value)
 
 
+def test_programs_that_a_full_disk_left_empty_are_removed(kept, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)
+    (tmp_path / "compiled").mkdir()
+    for name, content in (("whole-cache", b"whole"), ("empty-cache", b""), ("whole-atime", b"")):
+        (tmp_path / "compiled" / name).write_bytes(content)
+    cache_compiled(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "compiled").iterdir()) == ["whole-atime", "whole-cache"]
+
+
 def test_compiled_programs_lie_beside_the_stores_where_jax_was_given_no_folder(kept, tmp_path):
     everything = str(tmp_path / "store/compiled"), 0.0, -1  # however small and quick
     own = str(tmp_path / "given"), 2.5, 7

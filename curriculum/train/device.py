@@ -93,7 +93,11 @@ def cache_compiled(store_dir: str | Path) -> None:
 
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    jax.config.update("jax_compilation_cache_dir", cache_folder(store_dir))
+    folder = cache_folder(store_dir)
+    for path in Path(folder).glob("*-cache"):
+        if not path.stat().st_size:  # of a full disk; jax would never write it again
+            path.unlink(missing_ok=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
