@@ -380,6 +380,16 @@ def test_objects_that_datasets_keeps_as_json_are_read_as_such(tmp_path, kind):
     assert [(piece.text, piece.scored) for piece in pieces] == [("U:a.A:", False), ("b;", True)]
 
 
+def test_text_of_a_table_that_is_not_utf_8_is_told_as_that(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    broken = pyarrow.array([b"good", b"ab\xffcd"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    told = refused(tmp_path / "a.parquet")
+    assert "a text of columns text is not valid UTF-8" in told and "ab\\xffcd" in told and "complete" not in told
+
+
 @pytest.mark.parametrize("num_groups", [64, 1])
 def test_a_parquet_file_is_not_read_ahead(tmp_path, num_groups):
     """Also where what takes the rows is slow: 64 MB in row groups of 1 MB, or in one, of which a part is asked for."""

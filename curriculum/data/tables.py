@@ -42,6 +42,9 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
             yield schema.names, _decoded(batches, schema, keys)
         except InputError:
             raise
+        except UnicodeDecodeError as error:
+            got = f"a text of columns {', '.join(keys)} is not valid UTF-8 ({error.reason}: {error.object[:40]!r})"
+            raise InputError(f"{path}: {got}; write the file again with valid text") from error
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise InputError(f"{path}: {error}; expected a complete {kind} file") from error
 
