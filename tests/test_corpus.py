@@ -206,6 +206,19 @@ def test_plain_text_beside_rows_is_told(folder):
     assert load_corpus(config, folder / "store").warnings == ()
 
 
+def test_copies_among_training_documents_are_told(folder):
+    write_rows(folder / "twice.jsonl", [*rows("a", 40), *rows("a", 5)])
+    write_rows(folder / "hardly.jsonl", [*rows("b", 40), *rows("b", 4)])
+    config = config_of(files={"twice": "twice.jsonl", "hardly": "hardly.jsonl"}, primary={"path": "book.txt"})
+    assert not any("copies" in warning for warning in find_sizes(config, folder / "store").warnings)
+    warnings = load_corpus(config, folder / "store").warnings
+    assert [warning for warning in warnings if "copies" in warning] == [
+        "source twice: 5 of 45 training documents are exact copies of others in it, so one epoch reads their text "
+        "several times; remove the copies if that is not meant"
+    ]
+    assert find_sizes(config, folder / "store").warnings == warnings
+
+
 def test_an_arrow_stream_without_its_end_is_told(folder):
     import pyarrow
 

@@ -37,6 +37,8 @@ from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens
 
+MANY_COPIES = 0.1  # share of the documents of a source
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -108,6 +110,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         details=details,
         warnings=(
             *_overlap_warnings(dropped),
+            *_copies_warnings(stores, kept),
             *size_warnings(config, evalsets),
             *_text_warnings(config, stores, tokenizer),
         ),
@@ -228,7 +231,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + (*_foreseen(config, stores, tokenizer),)
+    warnings = _overlap_warnings(dropped) + (*_copies_warnings(stores, kept), *_foreseen(config, stores, tokenizer))
     warnings += _text_warnings(config, stores, tokenizer)
     if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
@@ -357,6 +360,18 @@ def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> di
     """Both mappings in one, keyed by the names that warnings use."""
     called = {f"source {name}": item for name, item in of_sources.items()}
     return called | {f"eval set {name}": item for name, item in of_evalsets.items()}
+
+
+def _copies_warnings(stores: Stores, kept: Mapping[str, Split]) -> Iterator[str]:
+    """A warning for each source with many training documents that repeat others of it."""
+    for name, split in kept.items():
+        halves_N = stores.sources[name].documents["hash"][:, 0][split.keep_N]  # 64 bits tell its documents apart
+        num_copies = len(halves_N) - len(np.unique(halves_N))
+        if num_copies and num_copies >= MANY_COPIES * len(halves_N):
+            yield (
+                f"source {name}: {num_copies:,} of {len(halves_N):,} training documents are exact copies of others in "
+                "it, so one epoch reads their text several times; remove the copies if that is not meant"
+            )
 
 
 def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
