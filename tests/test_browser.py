@@ -266,6 +266,30 @@ def test_a_report_fits_its_window_and_its_points_tell_their_numbers(runs, page, 
     assert of_chart["x"] < of_point["x"] < of_chart["x"] + of_chart["width"]
 
 
+def test_on_paper_a_report_is_whole_and_its_legends_have_their_colours(runs, page, tmp_path):
+    """A4 within margins of 14 mm is 688 pixels wide."""
+    write_report([runs / "whole"], tmp_path / "report.html")
+    page.set_viewport_size({"width": 688, "height": 1000})
+    page.emulate_media(media="print")
+    page.goto((tmp_path / "report.html").as_uri())
+    parts = page.locator(".scroll")
+    widths = parts.evaluate_all("parts => parts.map(p => [p.scrollWidth, p.clientWidth])")
+    assert len(widths) > 10 and all(whole <= shown for whole, shown in widths)
+    for coloured in (page.locator(".legend i").first, page.locator("td.heat").first):
+        assert coloured.evaluate("e => getComputedStyle(e).printColorAdjust") == "exact"
+
+
+def test_the_names_of_rows_stay_in_view_while_a_table_is_scrolled(runs, page, tmp_path):
+    write_report([runs / "whole"], tmp_path / "report.html")
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    table = page.locator(".scroll").filter(has=page.get_by_text("detects a rise of"))
+    name = table.get_by_role("rowheader", name="general")
+    before = name.bounding_box()
+    table.evaluate("t => t.scrollBy(150, 0)")
+    assert table.evaluate("t => t.scrollLeft") == 150 and name.bounding_box() == before
+
+
 def test_a_picture_of_a_report_is_taken(runs, tmp_path):
     file = tmp_path / "report.png"
     command = [sys.executable, SCRIPT, runs / "whole", "--report", "-o", file]

@@ -209,6 +209,16 @@ def test_a_set_that_was_added_later_has_its_own_start(tmp_path):
     assert page.has_row("start", "0", "3.0000", "4.0000", "at 40")
 
 
+def test_rows_and_columns_of_tables_are_named_for_those_who_hear_them(rich):
+    page = report([load_run(rich)])
+    heads = re.findall(r"<th( [^>]*)>(.*?)</th>", page)
+    assert {"set", "loss", "details", "after phase", "law"} <= {t for look, t in heads if 'scope="col"' in look}
+    assert {"start", "forgetting", "foundation", "directory"} <= {t for look, t in heads if 'scope="row"' in look}
+    assert all("scope=" in look for look, _ in heads)
+    assert len(re.findall(r"<tr[^>]*><t[dh][^>]*></t", page)) == 1  # the head over the numbers of phases
+    assert "law<small> law</small>" in [t for look, t in heads if 'scope="row"' in look]
+
+
 def test_an_alarm_lists_what_is_new_and_names_what_stands(tmp_path):
     def alarm(step, new):
         old = [{**offender(f"s{i}", "best", 20, first_step=40), "step": 40} for i in range(1, 11)]
@@ -345,7 +355,7 @@ def test_the_command_line_can_be_typed_again(tmp_path):
     (path / "config.resolved.json").write_text(json.dumps(resolved))
     page = html.unescape(report([load_run(path)]))
     assert re.search(
-        r"<td[^>]*>command line</td><td[^>]*>--set 'sources.web.glob=\"\*.md\"' --keep-optimizer</td>", page
+        r"<th[^>]*>command line</th><td[^>]*>--set 'sources.web.glob=\"\*.md\"' --keep-optimizer</td>", page
     )
 
 

@@ -28,22 +28,24 @@ def note(text: Any) -> Markup:
 def table(
     header: Sequence[Any], rows: Iterable[Sequence[Any]], *, text_columns: int = 1, grouped: bool = False
 ) -> Markup:
-    """A table whose first `text_columns` columns are text and whose others are numbers. A cell may be a <td> already.
+    """A table whose first `text_columns` columns are text and whose others are numbers. A cell may be a tag already.
 
+    The first cell of a row names it, for the eye as it stays in view while the others scroll, and for screen readers.
     `grouped`: a row whose first cell is not empty begins a group, and there are lines only between groups. If all of
     `header` is empty, there is no head.
     """
 
-    def cell(kind: str, i: int, value: Any) -> Markup:
+    def cell(scope: str, i: int, value: Any) -> Markup:
         if isinstance(value, Markup) and value.startswith("<td"):
             return value
-        return tag(kind, value) if i < text_columns else tag(kind, value, class_="n")
+        look = {} if i < text_columns else {"class_": "n"}
+        return tag("th", value, scope=scope, **look) if scope and value else tag("td", value, **look)
 
-    head = tag("thead", tag("tr", *(cell("th", i, name) for i, name in enumerate(header)))) if any(header) else ""
+    head = tag("thead", tag("tr", *(cell("col", i, name) for i, name in enumerate(header)))) if any(header) else ""
     body = []
     for row in rows:
         of_group = {"class_": "first"} if grouped and row[0] else {}
-        body.append(tag("tr", *(cell("td", i, value) for i, value in enumerate(row)), **of_group))
+        body.append(tag("tr", *(cell("" if i else "row", i, value) for i, value in enumerate(row)), **of_group))
     look = {"class_": "grouped"} if grouped else {}
     return tag("div", tag("table", head, tag("tbody", *body), **look), class_="scroll")
 
@@ -94,11 +96,11 @@ def document(title: str, *content: Any) -> str:
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #202124; --muted: #6b7280; --line: #e3e7ec; --shade: #f6f8fa;
-  --red: #c62828; --green: #00704f; --link: #0b57d0; }
+  --axis: #b6bcc4; --edge: #c3c8cf; --red: #c62828; --green: #00704f; --link: #0b57d0; }
 @media screen and (prefers-color-scheme: dark) {
-  :root { --paper: #16181c; --ink: #e4e7eb; --muted: #9aa3af; --line: #333940; --shade: #1f2329; --red: #ff8a80;
-    --green: #5fd3a8; --link: #8ab4f8; }
-  svg, .legend i, .swatch { filter: brightness(1.3); }
+  :root { --paper: #16181c; --ink: #e4e7eb; --muted: #9aa3af; --line: #333940; --shade: #1f2329; --axis: #59616b;
+    --edge: #4b525c; --red: #ff8a80; --green: #5fd3a8; --link: #8ab4f8; }
+  svg [style*="#"], svg [fill^="#"], .legend i, .swatch { filter: brightness(1.4); }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
@@ -119,7 +121,7 @@ p { margin: 6px 0; max-width: 78ch; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px 28px; }
 figure { margin: 12px 0 0; min-width: 0; }
 figcaption { font-size: 14px; color: var(--ink); font-weight: 600; }
-figcaption small { font-weight: 400; margin-left: 6px; }
+figcaption small { font-weight: 400; display: inline-block; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
 circle { fill: transparent; }
@@ -127,21 +129,24 @@ circle:hover { fill: var(--muted); fill-opacity: 0.45; }
 .wide svg { min-width: 680px; }
 .narrow { display: none; }
 /* A shade at the edge beyond which there is more; the first two, which move with the content, hide it at the ends. */
-.scroll { overflow-x: auto; background:
+.scroll { overflow-x: auto; margin: 8px 0; background:
   linear-gradient(to right, var(--paper) 40%, transparent) left / 40px 100% no-repeat local,
   linear-gradient(to left, var(--paper) 40%, transparent) right / 40px 100% no-repeat local,
-  linear-gradient(to right, var(--muted), transparent) left / 10px 100% no-repeat scroll,
-  linear-gradient(to left, var(--muted), transparent) right / 10px 100% no-repeat scroll; }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; margin: 8px 0; }
-th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
-th { color: var(--muted); font-weight: 500; white-space: nowrap; }
-td { white-space: nowrap; }
-td.text { white-space: normal; min-width: 320px; }
-.n { text-align: right; padding: 5px 0 5px 18px; }
-td.heat { padding-right: 8px; white-space: normal; }
-tr:last-child td { border-bottom: 0; }
-table.grouped td { border-bottom: 0; padding-top: 2px; padding-bottom: 2px; }
-tr.first td { border-top: 1px solid var(--line); padding-top: 6px; }
+  linear-gradient(to right, var(--edge), transparent) left / 12px calc(100% - 2px) no-repeat scroll,
+  linear-gradient(to left, var(--edge), transparent) right / 12px calc(100% - 2px) no-repeat scroll; }
+figure .scroll { margin: 0; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: baseline;
+  white-space: nowrap; }
+thead th { color: var(--muted); font-weight: 500; }
+tbody th { font-weight: 400; }
+tr > :first-child { position: sticky; left: 0; background: var(--paper); }
+td.text { white-space: normal; min-width: 320px; overflow-wrap: anywhere; }
+.n { text-align: right; padding: 5px 8px 5px 10px; }
+td.heat { white-space: normal; }
+tbody tr:last-child > * { border-bottom: 0; }
+.grouped tbody tr > * { border-bottom: 0; padding-top: 2px; padding-bottom: 2px; }
+.grouped tbody tr.first > * { border-top: 1px solid var(--line); padding-top: 6px; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0 0; padding: 0;
   font-size: 13px; }
 .legend i, .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
@@ -153,8 +158,16 @@ pre { background: var(--shade); border-radius: 8px; padding: 12px 14px; overflow
   ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 ul.notes { padding-left: 18px; margin: 8px 0; max-width: 90ch; font-size: 14px; }
 @media (max-width: 760px) { .narrow { display: block; } td.text { min-width: 200px; }
-  td:first-child { white-space: normal; } }
+  tr > :first-child { white-space: normal; overflow-wrap: break-word; max-width: 40vw; } }
 @media (max-width: 600px) { main { padding: 20px 14px 48px; } h1 { font-size: 23px; } .tiles dd { font-size: 18px; }
-  .tiles { grid-template-columns: repeat(2, 1fr); } }
-@media print { main { max-width: none; } figure, table { break-inside: avoid; } }
+  .tiles { grid-template-columns: repeat(2, 1fr); } .wide svg { min-width: 860px; } }
+@media print, (max-width: 600px) { .panel svg text { font-size: 14px !important; } }
+/* On paper nothing scrolls, and colours that tell something are printed as well. */
+@page { margin: 14mm; }
+@media print { main { max-width: none; padding: 0; } .scroll { overflow: visible; background: none; }
+  .panels { grid-template-columns: 1fr 1fr; } figure, tr, .tiles div { break-inside: avoid; }
+  h2, h3, .note, .legend, figcaption { break-after: avoid; } .narrow { display: none; }
+  table, small { font-size: 12px; } th, td { white-space: normal; } td.text { min-width: 0; }
+  .n { padding-left: 4px; padding-right: 4px; }
+  .legend i, .swatch, td.heat, .tiles div { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

@@ -137,13 +137,10 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
         of_set = about.get(name, {})
         (averaged if "@" in name else rows).append(
             (
-                tag(
-                    "td",
-                    name,
-                    tag("small", f" {e['text']}") if e["text"] else "",
-                    tag("span", " regressed", class_="bad") if name in standing else "",
-                    "" if e["still_measured"] else tag("small", " no longer measured"),
-                ),
+                escape(name)
+                + (tag("small", f" {e['text']}") if e["text"] else "")
+                + (tag("span", " regressed", class_="bad") if name in standing else "")
+                + ("" if e["still_measured"] else tag("small", " no longer measured")),
                 *metric_texts(e),
                 loss(e["first"]),
                 f"{loss(e['best'])} at {e['best_step']:,}",

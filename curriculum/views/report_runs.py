@@ -52,7 +52,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
         progress, val = f["progress"], f["evals"].get("val", {})
         rows.append(
             (
-                tag("td", tag("i", class_="swatch", style=f"background:{colors[name]}"), name),
+                tag("i", class_="swatch", style=f"background:{colors[name]}") + name,
                 tag("td", f["path"], *(Markup("<br>") + tag("small", line) for line in lineage_lines(f["lineage"]))),
                 f"{progress['step']:,} of {progress['total_steps']:,}",
                 figures.short_count(progress["tokens"]),
