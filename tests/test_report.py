@@ -18,6 +18,7 @@ from curriculum.errors import InputError
 from curriculum.record.queries import EvalPoint, eval_points
 from curriculum.run import load_run
 from curriculum.views.figures import (
+    ALL,
     PALETTE,
     PANEL,
     RED,
@@ -443,6 +444,41 @@ def test_curves_that_are_marked():
     assert uses.count(RED) == 2 and uses.count("#e0a100") == 1
 
 
+def test_what_is_not_finite_tells_its_set_and_step():
+    ys = [3.0, math.nan, 2.0]
+    drawn = eval_chart("t", [Curve("a", "#0072b2", [0, 10, 20], ys), Curve("b", "#d55e00", [0, 10, 20], [3.0] * 3)])
+    assert re.findall("<title>([^<]*not finite)</title>", drawn) == ["a, step 10: not finite"]
+
+
+def test_a_name_in_ink_stands_at_the_end_of_each_line_and_a_stroke_leads_to_it():
+    long = "a_set_with_a_rather_long_name_of_its_own"
+    curves = [Curve(name, PALETTE[i], [0, 10], [3.0, 2.0]) for i, name in enumerate(("val", long))]
+    drawn = eval_chart("t", curves, size=WIDE)
+    shown = {long[:27] + "…": PALETTE[1], "val": PALETTE[0]}
+    at = {text: look for look, text in re.findall(r"<text([^>]*)>([^<]*)</text>", drawn) if text in shown}
+    assert at.keys() == shown.keys() and all("var(--ink)" in look for look in at.values())
+    x, heights = WIDE[0] - 22 - round(6.8 * 28), []
+    for text, color in shown.items():
+        (end,) = re.findall(rf'd="M {x + 3} [\d.]+ L {x + 11} ([\d.]+) "[^>]*stroke: {color}', drawn.replace("\n", ""))
+        assert abs(float(re.search(r' y="([\d.]+)"', at[text])[1]) - float(end)) < 6  # the stroke ends at its middle
+        heights.append(float(end))
+    assert abs(heights[0] - heights[1]) == 14  # both lines end at 2
+    narrow = eval_chart("t", [curve._replace(end=f"{i}") for i, curve in enumerate(curves, 7)])
+    assert {"7", "8"} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", narrow)}
+
+
+def test_lines_can_be_seen_on_a_white_page():
+    """A contrast of 3, as WCAG asks of drawings."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    assert luminance("#ffffff") == pytest.approx(1) and len({*PALETTE}) == 9
+    assert all(1.05 / (luminance(color) + 0.05) >= 3 for color in (*PALETTE, ALL, RED))
+
+
 @pytest.mark.parametrize(("first", "mark"), [([], ""), ([6.0, 5.0], "↑ from 6.00")])
 def test_a_curve_that_begins_with_an_infinite_loss_is_drawn(first, mark):
     ys = [math.inf, *first, 2.0, 2.1, *(3.0 + 0.01 * (i % 3) for i in range(20))]
@@ -540,6 +576,8 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     of_all = ["eval loss of val, every run", "eval loss of law, first", "eval loss of law, second"]
     assert titles[:3] == of_all and len(titles) == 3 + 2 * 7
+    drawn = "".join(report(runs).partition('aria-label="eval loss of val, every run"')[1:]).split("</svg>")[0]
+    assert re.findall(r"<text[^>]*>([12])</text>", drawn) == ["1", "2"] and "1 first2 second" in text
     val, law, other = overlays(runs, ["first", "second"], {"first": "#000", "second": "#111"})
     assert [c.label for c in val.curves] == ["first", "second"] and val.x == "step" and val.left_out == []
     assert [c.label for c in law.curves] == ["first"] and law.left_out == ["second"]
@@ -751,7 +789,7 @@ def test_sets_that_are_compared_by_their_documents_are_drawn_together_in_bits_pe
     page = Checked(report(runs))
     text = "".join(page.text)
     assert "val without val of two: other windows" in text and "val in bits per byte, each run's documents" in text
-    assert "bits per byte of val, one and two" in text
+    assert "bits per byte of val, one and two" in [a["aria-label"] for name, a in page.tags if name == "svg"]
     first, second = (eval_curve("a", "#000", eval_points(run.events)["val"], "step", "bpb") for run in runs)
     assert first.ys[-1] == pytest.approx(3 / 4 / math.log(2), rel=0.05) and second.ys[-1] < first.ys[-1]
     (in_nats, *_), sem = eval_points(runs[0].events)["val"][-1:], first.sems[-1]

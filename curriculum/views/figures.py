@@ -20,16 +20,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from curriculum.record.queries import EvalPoint
 from curriculum.record.wording import loss
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; yellow is left out, as it is too pale for a line.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d", "#8c510a", "#762a83")
-OTHER = "#c9ced4"
+# Colour-blind readers tell these apart, the first ones best. Each has a contrast of 3 or more to a white page.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#882255", "#a080f0", "#5a5a00", "#c27ab0", "#3a3a9e", "#5d5d5d")
+OTHER, ALL = "#c9ced4", "#868d97"
 RED, GOLD = "#c62828", "#e0a100"
 WIDE = (1040, 330)
 PANEL = (500, 250)
 MAX_POINTS = 400
 _MAX_COLUMNS, _ROW_HEIGHT = 80, 20  # of a chart of rises
-_INK, _MUTED, _LINE, _SHADE, _PAPER = "#202124", "#6b7280", "#e3e7ec", "#f6f8fa", "#ffffff"
-_OF_PAGE = {_INK: "ink", _MUTED: "muted", _LINE: "line", _SHADE: "shade", _PAPER: "paper"}  # dark if the page is
+_ON_TOP = 0.985  # of the height: the marks of evals that are not finite
+_INK, _MUTED, _AXIS, _LINE, _SHADE, _PAPER = "#202124", "#6b7280", "#b6bcc4", "#e3e7ec", "#f6f8fa", "#ffffff"
+_OF_PAGE = {_INK: "ink", _MUTED: "muted", _AXIS: "axis", _LINE: "line", _SHADE: "shade", _PAPER: "paper"}  # dark too
 _PLACES = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')  # attributes that hold coordinates
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 _PX = 72  # matplotlib's SVG has 72 units per inch
@@ -40,7 +41,7 @@ _STYLE = {
     "font.size": 11,
     "text.parse_math": False,
     "text.color": _INK,
-    "axes.edgecolor": "#b6bcc4",
+    "axes.edgecolor": _AXIS,
     "axes.labelcolor": _MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -49,8 +50,8 @@ _STYLE = {
     "axes.axisbelow": True,
     "grid.color": _LINE,
     "grid.linewidth": 0.8,
-    "xtick.color": "#b6bcc4",
-    "ytick.color": "#b6bcc4",
+    "xtick.color": _AXIS,
+    "ytick.color": _AXIS,
     "xtick.labelcolor": _MUTED,
     "ytick.labelcolor": _MUTED,
     "ytick.major.size": 0,
@@ -76,7 +77,10 @@ class Mark(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One line of a chart; `sems` may hold None. A y that is not finite breaks it, and eval charts mark it on top."""
+    """One line of a chart; `sems` may hold None. A y that is not finite breaks it, and eval charts mark it on top.
+
+    end: what stands at the line's end beside others; wide charts have the label there.
+    """
 
     label: str
     color: str
@@ -85,6 +89,7 @@ class Curve(NamedTuple):
     sems: Sequence[float | None] = ()
     style: str = "-"
     marks: Sequence[Mark] = ()
+    end: str = ""
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
@@ -113,7 +118,8 @@ def eval_chart(
     """Losses with bands of +-1.96 standard errors, shaded phases, event marks, and dotted lines at `dotted_at`."""
     with _styled(title):
         wide = size[0] > 700
-        right = 22 + (round(7.2 * max(len(c.label) for c in curves)) if len(curves) > 1 and wide else 0)
+        ends = [_short(c.label) if wide else c.end for c in curves] if len(curves) > 1 else []
+        right = 22 + round(6.8 * max(map(len, ends), default=0))
         figure, axes = _axes(size, right=right, top=24 if phases and wide else 10)
         _shade(axes, phases, _x_range(curves), names=wide)
         for curve in curves:
@@ -124,9 +130,15 @@ def eval_chart(
         for x in dotted_at:
             axes.axvline(x, color=_MUTED, linewidth=1, linestyle=(0, (1, 2)))
         if right > 22:
-            _end_labels(axes, curves)
+            _end_labels(axes, curves, ends)
         _finish(axes, x_label)
-        return _svg(figure, title, _told(axes, curves, x_label, loss))
+        low, high = axes.get_ylim()
+        lost = []  # what is marked on top
+        for curve in curves:
+            xs = [x for x, y in zip(curve.xs, curve.ys, strict=True) if not math.isfinite(y)]
+            lost.append(Curve(curve.label, curve.color, xs, [low + _ON_TOP * (high - low)] * len(xs)))
+        told = _told(axes, curves, x_label, loss) + _told(axes, lost, x_label, lambda _: "not finite")
+        return _svg(figure, title, told)
 
 
 def rises(points: Sequence[EvalPoint]) -> list[tuple[int, float]]:
@@ -150,7 +162,7 @@ def rise_chart(
     Evals that are too many share a column, which has the largest of their rises. A triangle is a new regression.
     """
     with _styled(title):
-        names = [name if len(name) <= 28 else f"{name[:27]}…" for name in sets]
+        names = [_short(name) for name in sets]
         size = (WIDE[0], 70 + _ROW_HEIGHT * len(sets))
         figure, axes = _axes(size, left=16 + round(6.6 * max(map(len, names))), top=24)
         steps = sorted({step for of_set in sets.values() for step, _ in of_set})
@@ -224,7 +236,7 @@ def mixture_chart(
 ) -> str:
     """Shares of the sources over steps, stacked to 100 %; two points at one step make a sharp edge."""
     with _styled(title):
-        figure, axes = _axes(PANEL)
+        figure, axes = _axes(PANEL, left=50)
         if steps:
             areas = axes.stackplot(steps, *shares.values(), colors=[colors[name] for name in shares], alpha=0.8)
             for area in areas:
@@ -358,7 +370,7 @@ def _marks(axes: Axes, curve: Curve) -> None:
     bottom, top = axes.get_ylim()
     for x, y in losses.items():
         if not math.isfinite(y):
-            axes.plot([x], [0.985], "x", color=RED, markersize=6, transform=axes.get_xaxis_transform(), clip_on=False)
+            axes.plot([x], [_ON_TOP], "x", color=RED, markersize=6, transform=axes.get_xaxis_transform(), clip_on=False)
     looks = {
         "regressed": {"marker": "^", "color": RED, "markersize": 8},
         "recovered": {"marker": "o", "color": curve.color, "markerfacecolor": _PAPER, "markersize": 7},
@@ -371,27 +383,31 @@ def _marks(axes: Axes, curve: Curve) -> None:
             axes.plot([mark.step], [y], linestyle="", zorder=5, clip_on=False, **looks[mark.kind])
 
 
-def _end_labels(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A name at the end of each line; names that would overlap are moved apart."""
+def _end_labels(axes: Axes, curves: Sequence[Curve], ends: Sequence[str]) -> None:
+    """A text at the end of each line, and a stroke from there to it; texts that would overlap are moved apart."""
     gap = 14.0
     wanted = []
-    for curve in curves:
+    for curve, text in zip(curves, ends, strict=True):
         finite = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if math.isfinite(y)]
         if finite:
-            wanted.append((axes.transData.transform(finite[-1])[1], curve))
+            wanted.append((axes.transData.transform(finite[-1])[1], text, curve.color))
     wanted.sort(key=lambda pair: pair[0])
     box = axes.get_window_extent()
     places: list[float] = []
-    for y, _ in wanted:
+    for y, *_ in wanted:
         places.append(max(y, places[-1] + gap if places else box.y0))
     top = box.y1
     for i in reversed(range(len(places))):
         places[i] = min(places[i], top)
         top = places[i] - gap
-    for place, (_, curve) in zip(places, wanted, strict=True):
-        y = axes.transAxes.inverted().transform((0, place))[1]
-        axes.annotate(curve.label, (1, y), (10, 0), xycoords="axes fraction", textcoords="offset points", va="center",
-                      color=curve.color, fontweight="bold")  # fmt: skip
+    for place, (y, text, color) in zip(places, wanted, strict=True):
+        axes.plot([box.x1 + 3, box.x1 + 11], [min(max(y, box.y0), box.y1), place], color=color, transform=None,
+                  clip_on=False)  # fmt: skip
+        axes.annotate(text, (box.x1 + 14, place), xycoords="figure pixels", va="center", color=_INK)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else f"{name[:27]}…"
 
 
 def _finish(axes: Axes, x_label: str) -> None:
@@ -444,4 +460,4 @@ def _svg(figure: Figure, title: str, told: str = "") -> str:
     for color, variable in _OF_PAGE.items():
         drawn = drawn.replace(f": {color}", f": var(--{variable})")
     name, drawn = escape(title), drawn.strip().removesuffix("</svg>")
-    return f'<svg viewBox="{view_box}" role="img" aria-label="{name}"><title>{name}</title>{drawn}{told}</svg>'
+    return f'<svg viewBox="{view_box}" role="img" aria-label="{name}">{drawn}{told}</svg>'

@@ -135,7 +135,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
     names = [name for name in colors if any(f"loss_{name}" in row for row in rows)]
     series = [[_float(row.get(key)) for row in rows] for key in ("loss", *(f"loss_{name}" for name in names))]
     xs, means, per_bin = figures.thinned(steps, *series, most=MAX_TRAINING_POINTS)
-    curves = [Curve("all", "#b6bcc4", xs, means[0])]
+    curves = [Curve("all", figures.ALL, xs, means[0])]
     curves += [Curve(name, colors[name], xs, ys) for name, ys in zip(names, means[1:], strict=True)]
     smoothed = f"means of {per_bin} rows" if per_bin > 1 else "one point per metrics row"
     rate_xs, (rates,), _ = figures.thinned(steps, [_float(row["lr"]) for row in rows], most=figures.MAX_POINTS)
@@ -144,7 +144,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
     skipped = rows[-1]["skipped_updates"]
     left_out = f"{counted(skipped, 'update')} skipped" if skipped else ""
     mixture = figures.mixture_chart(f"{label}: mixture", *_mixture_course(run, colors), colors, phases)
-    lr, norm = Curve("lr", PALETTE[0], rate_xs, rates), Curve("all", PALETTE[6], norm_xs, norms)
+    lr, norm = Curve("lr", PALETTE[0], rate_xs, rates), Curve("all", PALETTE[0], norm_xs, norms)
 
     def lines(what: str, curves: Sequence[Curve], caption: Any, **look: Any) -> Markup:
         return figure(figures.line_chart(f"{label}: {what}", curves, phases, **look), caption)
@@ -155,7 +155,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
         lines("learning rate", [lr], "Learning rate", from_zero=True),
         lines("gradient norm", [norm], Markup("Gradient norm before clipping ") + tag("small", left_out)),
     )
-    return [legend({**colors, "all sources together": "#b6bcc4"}), tag("div", *panels, class_="panels")]
+    return [legend({**colors, "all sources together": figures.ALL}), tag("div", *panels, class_="panels")]
 
 
 def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], dict[str, list[float]]]:

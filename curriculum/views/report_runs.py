@@ -137,10 +137,10 @@ def _overlays(
     for compared in by_text:
         curves = []
         of_runs = {measured.run for measured in compared.runs}
-        for name, run in zip(names, runs, strict=True):
+        for number, (name, run) in enumerate(zip(names, runs, strict=True), start=1):
             points = [point for point in eval_points(run.events).get(compared.name, ()) if point.bpb is not None]
             if name in of_runs and points:
-                curves.append(eval_curve(name, colors[name], points, drawn[0].x, "bpb"))
+                curves.append(eval_curve(name, colors[name], points, drawn[0].x, "bpb", end=f"{number}"))
         title = f"bits per byte of {compared.name}, {listed([curve.label for curve in curves])}"
         svg = figures.eval_chart(title, curves, x_label=drawn[0].x)
         panels.append(figure(svg, escape(f"{compared.name} ") + tag("small", "in bits per byte, each run's documents")))
@@ -149,7 +149,8 @@ def _overlays(
         keys += " Dotted: where a run branches off another; the steps before are shared and drawn once."
     if comparison is not None and comparison.begun:
         keys += " A run that began from another one is drawn from its own step 0, not where that one ended."
-    return [note(keys), legend(dict(colors)), tag("div", *panels, class_="panels")]
+    numbered = {f"{i} {name}": colors[name] for i, name in enumerate(names, start=1)}
+    return [note(keys), legend(numbered), tag("div", *panels, class_="panels")]
 
 
 class Overlay(NamedTuple):
@@ -185,7 +186,7 @@ def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str
                 shared = max(pasts)
                 branch_at.append(shared if x == "step" else planned_tokens(runs[i].plan, shared))
                 of_set = [*[p for p in of_set if p.step <= shared][-1:], *(p for p in of_set if p.step > shared)]
-            curves.append(eval_curve(names[i], colors[names[i]], of_set, x))
+            curves.append(eval_curve(names[i], colors[names[i]], of_set, x, end=f"{i + 1}"))
         first, name = next(iter(group.items()))
         left_out = [
             names[i] for i, of_run in enumerate(hashes) if of_run.get(name, hashes[first][name]) != hashes[first][name]
