@@ -138,7 +138,7 @@ def test_a_mixture_that_was_changed_on_its_way(tmp_path):
     lines = shown(path).splitlines()
     at = lines.index("from step 80 law 0.8, web 0.2")  # a line of its own, so that no edit widens the table
     assert lines[at - 1].startswith("domain 60 to 100 done law 0.9, web 0.1 web 400")
-    assert "law 90 %, web 10 %; from step 80 law 80 %, web 20 %" in report([load_run(path)])
+    assert "law 90\u00a0%, web 10\u00a0%; from step 80 law 80\u00a0%, web 20\u00a0%" in report([load_run(path)])
 
 
 def test_a_mixture_that_goes_on_without_an_exhausted_source(tmp_path):

@@ -162,7 +162,7 @@ def test_what_the_page_of_a_run_says(rich):
     # 60 steps of 100 tokens with web 0.8 and code 0.2, of epochs of 10,000 tokens.
     assert page.has_row("foundation", "4,800", "0.48 epochs", "1,200", "0.12 epochs")
     assert page.has_row("domain", "400", "0.52 epochs", "0", "0.12 epochs", "3,600", "0.36 epochs")
-    assert page.has_row("1", "foundation", "web 80 %, code 20 %", "0", "60")
+    assert page.has_row("1", "foundation", "web 80\u00a0%, code 20\u00a0%", "0", "60")
     scatter = "over the choice of held-out text and the scatter of neighbouring checkpoints."
     assert f"The intervals of regressions and recoveries are {scatter}" in text
     assert f"In brackets: 95 % intervals {scatter}" in text
@@ -218,6 +218,22 @@ def test_rows_and_columns_of_tables_are_named_for_those_who_hear_them(rich):
     assert all("scope=" in look for look, _ in heads)
     assert len(re.findall(r"<tr[^>]*><t[dh][^>]*></t", page)) == 1  # the head over the numbers of phases
     assert "law<small> law</small>" in [t for look, t in heads if 'scope="row"' in look]
+
+
+def test_a_set_name_that_is_long_stands_below_the_number_of_sets_that_are_worse(tmp_path):
+    name = "a_set_with_a_rather_long_name"
+    alarm = ("eval_regression", {**ALARM, "offenders": [offender(name, "best", 80, first_step=100)]})
+    losses = {"val": lambda step: 3.0, name: lambda step: 3.0}
+    page = page_of(tmp_path / "run", losses, more={100: [alarm]}, detectable=dict.fromkeys(losses, 0.01))
+    assert f'<dd><span class="bad">1 of 2 sets</span><small>{name}</small></dd>' in page
+
+
+def test_only_the_marks_that_a_run_has_are_explained(rich, tmp_path):
+    plain = page_of(tmp_path / "plain", {"val": lambda step: 3.0})
+    alarmed = page_of(tmp_path / "alarmed", {"law": lambda step: 3.0}, more={80: [("eval_regression", ALARM)]})
+    assert "▲\u00a0regressed, ○\u00a0recovered, ★\u00a0gold." in report([load_run(rich)])
+    assert not re.search("[▲○★]", plain[: plain.index("<svg")])
+    assert "▲\u00a0regressed." in alarmed and not re.search("[○★]", alarmed)
 
 
 def test_an_alarm_lists_what_is_new_and_names_what_stands(tmp_path):
@@ -312,6 +328,23 @@ def test_of_many_sets_one_drawing_shows_all_and_the_worst_have_their_own_first(t
     alone = re.findall(r'aria-label="run: eval loss of (\w+)"', page)
     assert alone == [f"set_{i}" for i in range(14, 0, -1) if i != 3] + ["val", "set_3"]
     assert page.index("3 more sets") < page.index('run: eval loss of set_1"')
+
+
+def test_of_many_sets_each_has_a_row_of_the_transfer_between_phases(tmp_path):
+    names = ["val", *(f"s{i}" for i in range(1, 8))]
+    of_set = {**TRANSFER["sets"]["val"], "loss": [2.4, 2.9]}
+
+    def told(num):
+        transfer = {**TRANSFER, "sets": dict.fromkeys(names[:num], of_set)}
+        losses = {name: lambda step: 3.0 for name in names[:num]}
+        return Checked(page_of(tmp_path / f"{num}", losses, complete={"transfer": transfer}))
+
+    few, many = told(7), told(8)
+    assert few.has_row("after phase", "step", *names[:7]) and few.has_row("foundation", "60", *["2.4000"] * 7)
+    head = ("set", "start", "at 0", "foundation", "at 60", "domain", "at 100", "forgetting", "gain over start")
+    assert many.has_row(*head) and not many.has_row("after phase")
+    interval = "[+0.4500, +0.5500]"
+    assert many.has_row("s7", "3.0000", "2.4000", "2.9000", "+0.5000", interval, "+0.1000", "[+0.0200, +0.1800]")
 
 
 def test_many_evals_share_columns(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -32,6 +32,7 @@ MAX_PANELS = 12  # sets that are drawn alone; more are folded
 MAX_LISTED = 24
 _SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "phase_switch",
           "schedule_edit", "rollback", "resume", "diverged")  # fmt: skip
+_MARKS = {"regressed": "▲\u00a0regressed", "recovered": "○\u00a0recovered", "gold": "★\u00a0gold"}
 _ALIKE = ("event", "metric", "guard")  # consecutive golds, or blocked ones, that agree in these share a row
 
 
@@ -70,7 +71,8 @@ def eval_figures(
         return [note("No eval yet.")]
     names = [name for name in points if "@" not in name]
     colors = figures.colors_of(names)
-    drawn = [note(_key(points, has_marks=any(marks.values()), has_turns=bool(turns)))]
+    kinds = {mark.kind for of_set in marks.values() for mark in of_set}
+    drawn = [note(_key(points, kinds, has_turns=bool(turns)))]
     if 1 < len(names) <= MAX_OVERLAID:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ())) for name in names]
         svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE, dotted_at=turns)
@@ -104,11 +106,11 @@ def eval_figures(
     return drawn
 
 
-def _key(points: Mapping[str, Sequence[EvalPoint]], has_marks: bool, has_turns: bool) -> str:
+def _key(points: Mapping[str, Sequence[EvalPoint]], kinds: Set[str], has_turns: bool) -> str:
     """What the bands, lines and marks of the figures mean."""
     key = "Loss in nats per token. Bands: ± 1.96 standard errors over the choice of held-out text."
-    if has_marks:
-        key += " ▲ regressed   ○ recovered   ★ gold."
+    if kinds:
+        key += f" {', '.join(look for kind, look in _MARKS.items() if kind in kinds)}."
     if any("@" in name for name in points):
         key += " Dashed: the moving average of the parameters; ◇: the mean of a phase's last checkpoints."
     if any(not math.isfinite(point.loss) for of_set in points.values() for point in of_set):
@@ -251,6 +253,10 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
             " Forgetting: the last loss minus the lowest one of these, without the start if that was random. Gain: the "
             f"loss at the start minus the last; positive is better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
+    if len(names) > MAX_OVERLAID >= len(ends):  # a row for each set: a page is longer than it is wide
+        told_at = [start, *ends, *changes]
+        header = ("set", *(escape(what) + (tag("small", f" at {step}") if step else "") for what, step, *_ in told_at))
+        return [note(explained), table(header, zip(names, *(cells for _, _, *cells in told_at), strict=True))]
     header = ("after phase", "step", *names)
     if len(ends) <= MANY_PHASES:
         return [note(explained), table(header, [start, *ends, *changes])]

@@ -45,7 +45,7 @@ from curriculum.views.report_evals import eval_figures, log, set_marks, set_tabl
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
 MAX_SAMPLES = 20  # earlier generation events below the newest
 _MOST_COLUMNS = 12  # sources with a column of their own
-_MOST_IN_TILE, _MOST_BELOW = 4, 12  # set names in a tile's value, and in the small text below it
+_MOST_IN_TILE, _MOST_BELOW = 20, 12  # characters of set names in a tile's value; names in the small text below it
 _OF_SAMPLE = ("prompt", "text")
 MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more points hide the trend
 
@@ -89,7 +89,7 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     worse = sorted({o["set"] for o in facts["regressions"]})
     warned = [name for name, e in facts["evals"].items() if e["warned"]]
     num_sets = sum(e["still_measured"] and "@" not in name for name, e in facts["evals"].items())
-    many = len(worse) > _MOST_IN_TILE
+    many = len(", ".join(worse)) > _MOST_IN_TILE
     value = f"{len(worse)} of {num_sets} sets" if many else ", ".join(worse)
     below = [first_of(worse, _MOST_BELOW)] if many else []
     below += [f"maybe {first_of(warned, _MOST_BELOW)}"] if warned else []
@@ -195,7 +195,7 @@ def _float(value: Any) -> float:
 def _phase_table(facts: Mapping[str, Any]) -> Markup:
     rows, shapes = [], shapes_of(facts["phases"])
     for i, (phase, shape) in enumerate(zip(facts["phases"], shapes, strict=True), start=1):
-        mixture = mixture_text(phase, lambda share: f"{100 * share:.4g} %")
+        mixture = mixture_text(phase, lambda share: f"{100 * share:.4g}\u00a0%")
         ramp = f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
         rows.append((f"{i}", phase["name"], tag("td", mixture, class_="text"), f"{phase['start']:,}",
                      f"{phase['end']:,}", ramp, *([shape] if any(shapes) else []),
