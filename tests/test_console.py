@@ -533,6 +533,7 @@ def read_to_the_end(descriptor):
 
 def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "32")
+    monkeypatch.setenv("TERM", "xterm")
     reader, writer = os.openpty()
     with os.fdopen(writer, "w", encoding="utf-8") as terminal:
         console = Console(tmp_path, stream=terminal)
@@ -587,6 +588,18 @@ def test_that_a_checkpoint_and_its_copy_as_the_gold_were_not_saved_is_one_failur
     ]
     first, _, second, third, _ = map(verdict, failed)
     assert printed(tmp_path, *failed) == [first, "  nor was gold/60", second, third, "  nor was gold/90"]
+
+
+def test_a_terminal_that_cannot_overwrite_gets_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    clock = Clock()
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8") as terminal:
+        console = Console(tmp_path, stream=terminal, clock=clock)
+        for clock.seconds, step in ((100, 40), (105, 50), (111, 60)):
+            console.row(row(step))
+    of_step = "step {}/0 | loss 5.1234 | lr 6.00e-04 | 12.3k tok/s | phase foundation\r\n".format
+    assert read_to_the_end(reader) == of_step(40) + of_step(60)
 
 
 def test_a_run_that_ends_early_names_the_checkpoint_that_it_goes_on_from(tmp_path):

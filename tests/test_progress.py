@@ -19,7 +19,8 @@ def play(stream, calls):
     return stream.getvalue()
 
 
-def test_progress_on_the_console():
+def test_progress_on_the_console(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     calls = [(1, 10e6, 100e6), (2.5, 25e6, 100e6), (2.6, 26e6, 100e6), (5, 50e6, 100e6), (10, 100e6, 100e6)]
     assert play(io.StringIO(), calls) == (
         "web: 25.0 of 100.0 MB (25%), 10.0 MB/s, ETA 8s\nweb: 100.0 of 100.0 MB (100%), 10.0 MB/s, 10s\n"
@@ -27,6 +28,17 @@ def test_progress_on_the_console():
     renewed = play(Terminal(), calls)
     assert renewed.count("\r\x1b[K") == 3 and renewed.count("\n") == 1 and renewed.endswith("10s\n")
     assert play(Terminal(), [(0.1, 1e6, 2e6), (1.5, 2e6, 2e6)]) == ""
+
+
+def test_progress_is_cut_to_the_terminal_so_that_it_can_be_overwritten(monkeypatch):
+    calls = [(2.5, 25e6, 100e6), (5, 50e6, 100e6), (10, 100e6, 100e6)]
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    *under_way, last = play(Terminal(), calls).split("\r\x1b[K")
+    assert under_way == ["", "web: 25.0 of 100.0 ", "web: 50.0 of 100.0 "]
+    assert last == "web: 100.0 of 100.0 MB (100%), 10.0 MB/s, 10s\n"  # it stays
+    monkeypatch.setenv("TERM", "dumb")
+    assert play(Terminal(), calls) == play(io.StringIO(), calls) != ""
 
 
 def test_progress_leaves_stdout_to_what_a_command_prints(capsys):

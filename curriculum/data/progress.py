@@ -1,5 +1,7 @@
 """Progress of a long job: one line that updates in place on a terminal, else a line every PLAIN_SECONDS."""
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +33,7 @@ class ConsoleProgress:
         self._label = label
         self._unit = unit
         self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
+        self._terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._clock = clock
         self._start = self._last = clock()
         self._shown = False
@@ -48,8 +50,11 @@ class ConsoleProgress:
         if not due:
             return
         line = f"{self._label}: {progress_text(done, total, elapsed_seconds, self._unit)}"
+        if self._terminal:  # a line that wraps could not be overwritten
+            most = None if finished else shutil.get_terminal_size().columns - 1
+            line = f"\r\x1b[K{line[:most]}"
         with suppress(OSError):  # the terminal may be closed, or its disk full: what is under way needs neither
-            self._stream.write(f"\r\x1b[K{line}" + "\n" * finished if self._terminal else line + "\n")
+            self._stream.write(line + "\n" * (finished or not self._terminal))
             self._stream.flush()
         self._last, self._shown = now, True
 

@@ -71,8 +71,8 @@ class Console:
         self._run_dir = run_dir
         self._resume_command = resume_command
         self._stream = sys.stdout if stream is None else stream
-        self._in_place = self._stream.isatty()
-        self._in_color = self._in_place and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._in_color = self._in_place and not os.environ.get("NO_COLOR")
         self._progress_open = False
         self._clock = clock
         self._progress_due = clock()
