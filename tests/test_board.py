@@ -319,7 +319,7 @@ def test_what_happened_is_text(tmp_path):
             6,
             "**foundation → domain** at step 6, lr 1.00e-04\n"
             "\n"
-            "| source | share before | share after | consumed | epochs |\n"
+            "| source | share before | share after | tokens consumed | epochs |\n"
             "|---|---|---|---|---|\n"
             "| law | 0 | 0.75 | 0 | 0 |\n"
             "| web | 1 | 0.25 | 384 | 0.5 |".encode(),
@@ -332,11 +332,11 @@ def test_what_happened_is_text(tmp_path):
         "lr": 1e-4,
         **SAME_UPDATES,
         "ramp_steps": 10,
-        "consumed": {},
+        "consumed": {"web": 1_234_567},
         "epochs": {},
     }
     told = _phase_switch_markdown({**ramped, "mixture_before": {"web": 1.0}, "mixture_after": {"law": 1.0}})
-    assert "| share before | share after a ramp of 10 steps |" in told
+    assert "| share before | share after a ramp of 10 steps |" in told and "| web | 1 | 0 | 1,234,567 | 0 |" in told
     texts = {
         tag: [(step, text.decode()) for step, text in main[tag]]
         for tag in ("regressions", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit")

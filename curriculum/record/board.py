@@ -177,12 +177,12 @@ def _phase_switch_markdown(event: dict[str, Any]) -> str:
         f"**{event['from_phase']} → {event['new_phase']}** at step {event['step']}, lr {event['lr']:.2e}",
         *(["", "; ".join(moves)] if (moves := shape_moves(event)) else []),
         "",
-        f"| source | share before | share after{ramp} | consumed | epochs |",
+        f"| source | share before | share after{ramp} | tokens consumed | epochs |",
         "|---|---|---|---|---|",
     ]
     for source in sorted({*before, *after}):
         shares = f"{before.get(source, 0.0):.4g} | {after.get(source, 0.0):.4g}"
-        read = f"{event['consumed'].get(source, 0)} | {epochs_text(event['epochs'].get(source, 0.0))}"
+        read = f"{event['consumed'].get(source, 0):,} | {epochs_text(event['epochs'].get(source, 0.0))}"
         lines.append(f"| {source} | {shares} | {read} |")
     return "\n".join(lines)
 
