@@ -393,9 +393,16 @@ def _end_labels(axes: Axes, curves: Sequence[Curve], ends: Sequence[str]) -> Non
             wanted.append((axes.transData.transform(finite[-1])[1], text, curve.color))
     wanted.sort(key=lambda pair: pair[0])
     box = axes.get_window_extent()
+    groups: list[tuple[float, int]] = []  # texts that touch: where the first would be, on average, and how many
+    for i, (y, *_) in enumerate(wanted):
+        at, num = y - gap * i, 1
+        while groups and groups[-1][0] > at:
+            before, among = groups.pop()
+            at, num = (before * among + at * num) / (among + num), among + num
+        groups.append((at, num))
     places: list[float] = []
-    for y, *_ in wanted:
-        places.append(max(y, places[-1] + gap if places else box.y0))
+    for at, num in groups:
+        places += [max(at, box.y0) + gap * i for i in range(len(places), len(places) + num)]
     top = box.y1
     for i in reversed(range(len(places))):
         places[i] = min(places[i], top)
