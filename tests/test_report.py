@@ -151,10 +151,11 @@ def test_what_the_page_of_a_run_says(rich):
         "law", "law", "3.0000", "0.0000", "1.0820", "4.0000", "3.0000 at 100", "0.0213", "25", "50", "750"
     )
     assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
-                        "step 60 (since then: web 0.8 → 0.1), alarm since step 80", "action: kept as kept/80")  # fmt: skip
+                        "step 60 (since then: web 0.8 → 0.1)", "action: kept as kept/80")  # fmt: skip
     assert page.has_row("80", "gold blocked", "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x")
     assert page.has_row("100", "★ gold", "law/loss 2.2000, was 2.5000")
     assert page.has_row("100", "○ recovered", "law")
+    assert any(row.startswith("100 | ○ recovered") and "alarm since step 80" in row for row in page.rows)
     assert page.has_row("start", "0", "3.0000", "4.0000")
     assert page.has_row("foundation", "60", "2.4000", "-") and page.has_row("domain", "100", "2.9000", "3.2500")
     assert page.has_row("forgetting", "+0.5000", "[+0.4500, +0.5500]", "0", "lowest at the end")

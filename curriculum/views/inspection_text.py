@@ -192,15 +192,17 @@ def offender(o: Mapping[str, Any], changed: Sequence[str] = ()) -> str:
     since = f" (since then: {', '.join(changed)})" if changed else ""
     now = o.get("now")
     later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
+    alarm = f", alarm since step {o['first_step']:,}" if "first_step" in o else ""
     return (
         f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured}{risen} against its "
-        f"{o['baseline']} at step {o['baseline_step']:,}{since}, alarm since step {o['first_step']:,}{later}"
+        f"{o['baseline']} at step {o['baseline_step']:,}{since}{alarm}{later}"
     )
 
 
 def offender_in(event: Mapping[str, Any], o: Mapping[str, Any], changed: Sequence[str] = ()) -> str:
-    """`offender` as a line under its event, without the step if it is the event's own."""
-    return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]}, changed)
+    """`offender` as a line under its event, without the steps that are the event's own."""
+    own = [key for key in ("step", "first_step") if o.get(key) == event["step"]]
+    return offender({key: value for key, value in o.items() if key not in own}, changed)
 
 
 def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
