@@ -199,7 +199,7 @@ def test_edits_and_rollbacks_are_dotted(tmp_path):
 def test_the_drawings_are_dark_where_the_page_is(rich):
     page = report([load_run(rich)])
     style, drawn = page.split("</style>")[0], page.split("</style>")[-1]
-    assert "prefers-color-scheme: dark" in style and "var(--muted)" in drawn
+    assert "prefers-color-scheme: dark" in style and "var(--chart_muted)" in drawn
     for variable in re.findall(r"var\(--(\w+)\)", drawn):
         assert style.count(f"--{variable}:") == 2  # light and dark
     assert not re.search(r"fill: (#ffffff|#202124|#6b7280)", drawn)
@@ -490,7 +490,7 @@ def test_a_name_in_ink_stands_at_the_end_of_each_line_and_a_stroke_leads_to_it()
     drawn = eval_chart("t", curves, size=WIDE)
     shown = {long[:27] + "…": PALETTE[1], "val": PALETTE[0]}
     at = {text: look for look, text in re.findall(r"<text([^>]*)>([^<]*)</text>", drawn) if text in shown}
-    assert at.keys() == shown.keys() and all("var(--ink)" in look for look in at.values())
+    assert at.keys() == shown.keys() and all("var(--chart_ink)" in look for look in at.values())
     x, heights = WIDE[0] - 22 - round(6.8 * 28), []
     for text, color in shown.items():
         (end,) = re.findall(rf'd="M {x + 3} [\d.]+ L {x + 11} ([\d.]+) "[^>]*stroke: {color}', drawn.replace("\n", ""))

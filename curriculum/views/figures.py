@@ -465,6 +465,6 @@ def _svg(figure: Figure, title: str, told: str = "") -> str:
     meant = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', drawn))
     drawn = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in meant else "", drawn)
     for color, variable in _OF_PAGE.items():
-        drawn = drawn.replace(f": {color}", f": var(--{variable})")
+        drawn = drawn.replace(f": {color}", f": var(--chart_{variable})")
     name, drawn = escape(title), drawn.strip().removesuffix("</svg>")
     return f'<svg viewBox="{view_box}" role="img" aria-label="{name}">{drawn}{told}</svg>'

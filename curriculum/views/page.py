@@ -96,11 +96,16 @@ def document(title: str, *content: Any) -> str:
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #202124; --muted: #6b7280; --line: #e3e7ec; --shade: #f6f8fa;
-  --axis: #b6bcc4; --edge: #c3c8cf; --red: #c62828; --green: #00704f; --link: #0b57d0; }
+  --edge: #c3c8cf; --red: #c62828; --green: #00704f; --link: #0b57d0;
+  --chart_paper: #fff; --chart_ink: #202124; --chart_muted: #6b7280; --chart_line: #e3e7ec; --chart_shade: #f6f8fa;
+  --chart_axis: #b6bcc4; }
+/* In the dark, charts are brightened for their curves: what they share with the page is darker by as much. */
 @media screen and (prefers-color-scheme: dark) {
-  :root { --paper: #16181c; --ink: #e4e7eb; --muted: #9aa3af; --line: #333940; --shade: #1f2329; --axis: #59616b;
-    --edge: #4b525c; --red: #ff8a80; --green: #5fd3a8; --link: #8ab4f8; }
-  svg [style*="#"], svg [fill^="#"], .legend i, .swatch { filter: brightness(1.4); }
+  :root { --paper: #16181c; --ink: #e4e7eb; --muted: #9aa3af; --line: #333940; --shade: #1f2329;
+    --edge: #4b525c; --red: #ff8a80; --green: #5fd3a8; --link: #8ab4f8;
+    --chart_paper: #101114; --chart_ink: #a3a5a8; --chart_muted: #6e747d; --chart_line: #24292e; --chart_shade: #16191d;
+    --chart_axis: #40454c; }
+  svg, .legend i, .swatch { filter: brightness(1.4); }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
