@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import picture_run as picture
 import pytest
+from written_run import write_run
 
 from curriculum.config import build_config
 from curriculum.record.curves import all_sets
@@ -264,6 +265,20 @@ def test_a_report_fits_its_window_and_its_points_tell_their_numbers(runs, page, 
     expect(point).to_be_attached()
     of_point, of_chart = point.bounding_box(), point.locator("..").bounding_box()
     assert of_chart["x"] < of_point["x"] < of_chart["x"] + of_chart["width"]
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_long_names_do_not_widen_a_report(page, tmp_path, width):
+    names = [f"{letter}{'_long' * 19}" for letter in "abcd"]
+    phases = [(name, 40 * i, 40 * (i + 1), {name: 1.0}) for i, name in enumerate(names)]
+    losses = dict.fromkeys(("val", *names), lambda step: 3 - step / 100)
+    paths = [write_run(tmp_path / name, losses, phases=phases, name=name) for name in names[:2]]
+    page.set_viewport_size({"width": width, "height": 800})
+    for shown in (paths[:1], paths):
+        write_report(shown, tmp_path / "report.html")
+        page.goto((tmp_path / "report.html").as_uri())
+        page.locator("details").evaluate_all("all => all.forEach(each => each.open = true)")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_on_paper_a_report_is_whole_and_its_legends_have_their_colours(runs, page, tmp_path):

@@ -331,16 +331,17 @@ def test_of_many_sets_one_drawing_shows_all_and_the_worst_have_their_own_first(t
     assert page.index("3 more sets") < page.index('run: eval loss of set_1"')
 
 
-def test_of_many_sets_each_has_a_row_of_the_transfer_between_phases(tmp_path):
+def test_of_sets_that_would_be_too_wide_each_has_a_row_of_the_transfer_between_phases(tmp_path):
     names = ["val", *(f"s{i}" for i in range(1, 8))]
     of_set = {**TRANSFER["sets"]["val"], "loss": [2.4, 2.9]}
 
-    def told(num):
-        transfer = {**TRANSFER, "sets": dict.fromkeys(names[:num], of_set)}
-        losses = {name: lambda step: 3.0 for name in names[:num]}
-        return Checked(page_of(tmp_path / f"{num}", losses, complete={"transfer": transfer}))
+    def told(names):
+        transfer = {**TRANSFER, "sets": dict.fromkeys(names, of_set)}
+        losses = {name: lambda step: 3.0 for name in names}
+        return Checked(page_of(tmp_path / "_".join(map(str, map(len, names))), losses, complete={"transfer": transfer}))
 
-    few, many = told(7), told(8)
+    few, many = told(names[:7]), told(names)
+    assert told(["val", "a" * 98]).has_row("a" * 98, "3.0000") and told(["val", "a" * 97]).has_row("start", "0")
     assert few.has_row("after phase", "step", *names[:7]) and few.has_row("foundation", "60", *["2.4000"] * 7)
     head = ("set", "start", "at 0", "foundation", "at 60", "domain", "at 100", "forgetting", "gain over start")
     assert many.has_row(*head) and not many.has_row("after phase")

@@ -109,15 +109,15 @@ _STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; -webkit-text-size-adjust: 100%; }
+  Roboto, "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; -webkit-text-size-adjust: 100%;
+  overflow-wrap: break-word; }
 main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; }
 h2 { font-size: 18px; margin: 44px 0 10px; padding-top: 14px; border-top: 1px solid var(--line); }
 h3 { font-size: 15px; margin: 24px 0 6px; }
 p { margin: 6px 0; max-width: 78ch; }
 .lead, .note, figcaption, small { color: var(--muted); }
 .note, small { font-size: 13px; }
-.lead { overflow-wrap: anywhere; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 22px 0 0; }
 .tiles div { background: var(--shade); border-radius: 8px; padding: 10px 14px; }
 .tiles dt { color: var(--muted); font-size: 13px; }
@@ -145,7 +145,8 @@ th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var
   white-space: nowrap; }
 thead th { color: var(--muted); font-weight: 500; }
 tbody th { font-weight: 400; }
-tr > :first-child { position: sticky; left: 0; background: var(--paper); }
+tr > :first-child { position: sticky; left: 0; background: var(--paper); max-width: 40ch; }
+table:not(:has(.text)) tr > :first-child { white-space: normal; }
 td.text { white-space: normal; min-width: 320px; overflow-wrap: anywhere; }
 .n { text-align: right; padding: 5px 8px 5px 10px; }
 td.heat { white-space: normal; }
@@ -153,7 +154,7 @@ tbody tr:last-child > * { border-bottom: 0; }
 .grouped tbody tr > * { border-bottom: 0; padding-top: 2px; padding-bottom: 2px; }
 .grouped tbody tr.first > * { border-top: 1px solid var(--line); padding-top: 6px; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0 0; padding: 0;
-  font-size: 13px; }
+  font-size: 13px; overflow-wrap: anywhere; }
 .legend i, .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
 .bad { color: var(--red); font-weight: 600; }
 .good { color: var(--green); font-weight: 600; }
@@ -163,7 +164,7 @@ pre { background: var(--shade); border-radius: 8px; padding: 12px 14px; overflow
   ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 ul.notes { padding-left: 18px; margin: 8px 0; max-width: 90ch; font-size: 14px; }
 @media (max-width: 760px) { .narrow { display: block; } td.text { min-width: 200px; }
-  tr > :first-child { white-space: normal; overflow-wrap: break-word; max-width: 40vw; } }
+  tr > :first-child { white-space: normal; max-width: 40vw; } }
 @media (max-width: 600px) { main { padding: 20px 14px 48px; } h1 { font-size: 23px; } .tiles dd { font-size: 18px; }
   .tiles { grid-template-columns: repeat(2, 1fr); } .wide svg { min-width: 860px; } }
 @media print, (max-width: 600px) { .panel svg text { font-size: 14px !important; } }

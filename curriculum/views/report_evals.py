@@ -30,6 +30,7 @@ from curriculum.views.page import MANY_PHASES, figure, folded, legend, note, tab
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_PANELS = 12  # sets that are drawn alone; more are folded
 MAX_LISTED = 24
+_FIT_A_PAGE = 100  # characters of set names beside each other
 _SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "phase_switch",
           "schedule_edit", "rollback", "resume", "diverged")  # fmt: skip
 _MARKS = {"regressed": "▲\u00a0regressed", "recovered": "○\u00a0recovered", "gold": "★\u00a0gold"}
@@ -253,7 +254,8 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
             " Forgetting: the last loss minus the lowest one of these, without the start if that was random. Gain: the "
             f"loss at the start minus the last; positive is better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
-    if len(names) > MAX_OVERLAID >= len(ends):  # a row for each set: a page is longer than it is wide
+    wide = len(names) > MAX_OVERLAID or sum(map(len, names)) > _FIT_A_PAGE
+    if wide and len(ends) <= MAX_OVERLAID:  # a row for each set
         told_at = [start, *ends, *changes]
         header = ("set", *(escape(what) + (tag("small", f" at {step}") if step else "") for what, step, *_ in told_at))
         return [note(explained), table(header, zip(names, *(cells for _, _, *cells in told_at), strict=True))]

@@ -199,7 +199,7 @@ def _phase_table(facts: Mapping[str, Any]) -> Markup:
         ramp = f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
         rows.append((f"{i}", phase["name"], tag("td", mixture, class_="text"), f"{phase['start']:,}",
                      f"{phase['end']:,}", ramp, *([shape] if any(shapes) else []),
-                     "done" if phase["done"] else ""))  # fmt: skip
+                     tag("td", "done" if phase["done"] else "")))  # fmt: skip
     shape = ["rows x tokens"] if any(shapes) else []
     return table_of_phases(("", "phase", "mixture", "from step", "to step", "ramp", *shape, ""), rows, text_columns=3)
 
