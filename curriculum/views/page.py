@@ -131,6 +131,7 @@ svg { display: block; width: 100%; height: auto; }
 svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
 circle { fill: transparent; }
 circle:hover { fill: var(--muted); fill-opacity: 0.45; }
+rect:hover { stroke: var(--chart_muted); stroke-width: 1.5; }
 .wide svg { min-width: 680px; }
 .narrow { display: none; }
 /* A shade at the edge beyond which there is more; the first two, which move with the content, hide it at the ends. */
