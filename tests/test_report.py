@@ -499,6 +499,10 @@ def test_a_name_in_ink_stands_at_the_end_of_each_line_and_a_stroke_leads_to_it()
         heights.append(float(end))
     (last,) = {y for y in re.findall(rf'd="M {x + 3} ([\d.]+) L', drawn.replace("\n", ""))}
     assert sorted(float(last) - y for y in heights) == [-7, 7]  # both lines end at 2
+    assert "stroke-dasharray" not in drawn
+    early = eval_chart("t", [curves[0], curves[1]._replace(xs=[0, 5])], size=WIDE).replace("\n", "")
+    dotted = rf'd="M ([\d.]+) ([\d.]+) L {x} \2 "[^>]*stroke-dasharray[^>]*{PALETTE[1]}'
+    assert [float(x) for x, _ in re.findall(dotted, early)] == [(44 + x) / 2 + 5]  # from the end at half the width
     narrow = eval_chart("t", [curve._replace(end=f"{i}") for i, curve in enumerate(curves, 7)])
     assert {"7", "8"} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", narrow)}
 

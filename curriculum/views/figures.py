@@ -384,17 +384,17 @@ def _marks(axes: Axes, curve: Curve) -> None:
 
 
 def _end_labels(axes: Axes, curves: Sequence[Curve], ends: Sequence[str]) -> None:
-    """A text at the end of each line, and a stroke from there to it; texts that would overlap are moved apart."""
+    """A text right of each line, and a stroke from its end to it; texts that would overlap are moved apart."""
     gap = 14.0
     wanted = []
     for curve, text in zip(curves, ends, strict=True):
         finite = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if math.isfinite(y)]
         if finite:
-            wanted.append((axes.transData.transform(finite[-1])[1], text, curve.color))
-    wanted.sort(key=lambda pair: pair[0])
+            wanted.append((*axes.transData.transform(finite[-1]), text, curve.color))
+    wanted.sort(key=lambda each: each[1])
     box = axes.get_window_extent()
     groups: list[tuple[float, int]] = []  # texts that touch: where the first would be, on average, and how many
-    for i, (y, *_) in enumerate(wanted):
+    for i, (_, y, *_) in enumerate(wanted):
         at, num = y - gap * i, 1
         while groups and groups[-1][0] > at:
             before, among = groups.pop()
@@ -407,9 +407,11 @@ def _end_labels(axes: Axes, curves: Sequence[Curve], ends: Sequence[str]) -> Non
     for i in reversed(range(len(places))):
         places[i] = min(places[i], top)
         top = places[i] - gap
-    for place, (y, text, color) in zip(places, wanted, strict=True):
-        axes.plot([box.x1 + 3, box.x1 + 11], [min(max(y, box.y0), box.y1), place], color=color, transform=None,
-                  clip_on=False)  # fmt: skip
+    for place, (x, y, text, color) in zip(places, wanted, strict=True):
+        y = min(max(y, box.y0), box.y1)
+        axes.plot([box.x1 + 3, box.x1 + 11], [y, place], color=color, transform=None, clip_on=False)
+        if x < box.x1 - 8:
+            axes.plot([x + 5, box.x1], [y, y], color=color, linewidth=0.8, linestyle=(0, (1, 4)), transform=None)
         axes.annotate(text, (box.x1 + 14, place), xycoords="figure pixels", va="center", color=_INK)
 
 
