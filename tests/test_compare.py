@@ -742,7 +742,7 @@ def test_what_cannot_be_compared_is_said(tmp_path, pair):
     first, second = pair
     with pytest.raises(InputError, match="got 1 run, expected two or more"):
         compare([first])
-    with pytest.raises(InputError, match="--at epochs: expected tokens, step, or the number of a step"):
+    with pytest.raises(InputError, match="--at epochs: expected tokens, step, gold, or the number of a step"):
         compare(pair, at="epochs")
     with pytest.raises(InputError, match="nowhere: holds no run"):
         compare([first, tmp_path / "nowhere"])
@@ -808,6 +808,24 @@ def test_windows_that_contradict_the_record_are_said(tmp_path):
                 compare(pair)
     np.savez(results, **arrays | {"primary.nats": nats + 4e-7 * tokens})
     assert only(compare([other, run])).difference.delta == pytest.approx(4e-7, rel=1e-6)
+
+
+def test_runs_are_compared_at_their_golds(tmp_path):
+    gold = {"metric": "primary/loss", "value": 3.0, "previous": None, "previous_step": None, "path": "gold/40"}
+    lineage = {"init_from": "early", "run": "written", "step": 100, "keep_optimizer": False, "lineage": None}
+    early = write_run(tmp_path / "early", {"val": lambda step: 3 + step / 1000}, more={40: [("gold_checkpoint", gold)]})
+    late = write_run(
+        tmp_path / "late", {"val": lambda step: 4.0}, more={80: [("gold_checkpoint", gold)]}, start={"lineage": lineage}
+    )
+    none = write_run(tmp_path / "none", {"val": lambda step: 5.0})
+    comparison = compare([early, late, none], at="gold")
+    assert [(run["step"], run["gold_step"]) for run in comparison.runs] == [(40, 40), (80, 80), (100, None)]
+    assert (comparison.at, comparison.common, comparison.begun) == ("gold", None, ())
+    assert comparison.sets[0].runs[0].loss == pytest.approx(3.04)
+    first = "Each run is compared at its gold checkpoint, which export takes. none has none: the last eval is used."
+    assert table(comparison)[0] == first
+    assert any(line.startswith("measured after unequal numbers of tokens") for line in notes(comparison))
+    assert compare([early, late]).runs[0]["step"] == 100  # where late began
 
 
 def test_runs_are_compared_at_a_step_that_is_asked_for(tmp_path):

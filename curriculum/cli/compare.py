@@ -14,11 +14,11 @@ from curriculum.find_checkpoint import is_step
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", type=click.Path(path_type=Path))
 @click.option(
     "--at",
-    metavar="tokens|step|STEP",
+    metavar="tokens|step|gold|STEP",
     default="tokens",
     show_default=True,
     help="Compare at equal tokens or steps, the most that all have, or at this step; a run that another began from is "
-    "taken at the step where that one began.",
+    "taken at the step where that one began. gold: each run at its own gold checkpoint.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def command(runs, at, as_json):

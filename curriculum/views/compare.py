@@ -51,6 +51,8 @@ _NOTHING_SHARED = (
 def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") -> ComparedRuns:
     """Compare run directories by their last evals at or before the common `tokens` or `step`, or a given step.
 
+    Or at "gold": each by its own gold checkpoint, which `export` takes, or by its last eval if it has none.
+
     A folder of runs stands for all of its runs. Runs without any eval yet are left out.
 
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
@@ -63,15 +65,15 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     """`compare` for runs that are loaded already. The same run may be given twice."""
     if len(runs) < 2:
         raise InputError(f"got {len(runs)} run, expected two or more to compare")
-    if not isinstance(at, int) and at not in ("tokens", "step"):
-        raise InputError(f"--at {at}: expected tokens, step, or the number of a step")
+    if not isinstance(at, int) and at not in ("tokens", "step", "gold"):
+        raise InputError(f"--at {at}: expected tokens, step, gold, or the number of a step")
     asked, at = (at, "step") if isinstance(at, int) else (None, at)
     sides, unmeasured = _sides(runs)
     sharing = _sharing(sides)
     begun = tuple(
         {"run": side.name, "base": base.name, "step": step}
         for side, base in permutations(sides, 2)
-        if base in sharing and (step := began_at(side.run, base.run)) is not None
+        if at != "gold" and base in sharing and (step := began_at(side.run, base.run)) is not None
     )
     common = _take_evals(sides, sharing, steps_of_bases(begun), at, asked)
     recipes = recipes_of([side.run for side in sides], [side.name for side in sides])
@@ -92,6 +94,7 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
                 "path": str(side.run.directory.path),
                 "step": max(p.step for p in side.last.values()),
                 "tokens": max(p.tokens for p in side.last.values()),
+                "gold_step": side.run.gold_step,
                 "finished": side.run.complete is not None,
             }
             for side in sides
@@ -141,8 +144,15 @@ def _sharing(sides: Sequence[_Side]) -> set[_Side]:
 
 def _take_evals(
     sides: Sequence[_Side], sharing: set[_Side], base_steps: Mapping[str, int], at: str, asked: int | None
-) -> int:
-    """Take the evals of each run that enter the comparison; the tokens or steps at which that is, without bases."""
+) -> int | None:
+    """Take the evals of each run that enter the comparison.
+
+    Returns the tokens or steps at which that is, bases aside; None if each run has a step of its own, its gold's.
+    """
+    if at == "gold":
+        for side in sides:
+            side.take_last("step", math.inf if side.run.gold_step is None else side.run.gold_step)
+        return None
     free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
     shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
     common = shortest if asked is None else asked

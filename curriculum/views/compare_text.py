@@ -112,6 +112,14 @@ def _in_short(compared: ComparedSet) -> str:
 
 def which_evals(comparison: ComparedRuns) -> str:
     """Which evals are compared, in whole sentences."""
+    if comparison.common is None:
+        without = [run["name"] for run in comparison.runs if run["gold_step"] is None]
+        told = (
+            f" {listed(without)} {'has' if len(without) == 1 else 'have'} none: the last eval is used."
+            if without
+            else ""
+        )
+        return f"Each run is compared at its gold checkpoint, which export takes.{told}"
     common = f"{comparison.common:,} {'tokens' if comparison.at == 'tokens' else 'steps'}"
     if not comparison.asked:
         common += f", where the shortest{' that shares a set' if comparison.alone else ''} was last measured"

@@ -115,13 +115,14 @@ class ComparedRuns:
 
     at, common: the unit, `tokens` or `step`, and how many of them: as `asked` for, or where the shortest run was last
     measured, among those that share a set with another and are no base. A run enters with its last eval at or before
-    that many.
+    that many. With `gold` each run enters with its last eval at or before its own gold, or its last one if it has none;
+    `common` is None and `begun` empty.
     alone: runs that share no set with another; they enter with their last eval.
     unmeasured: runs without any eval yet, which are left out.
     recipes: the runs by what they share but their seeds, in the order given; none if no recipe has two of the runs.
     begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
     base enters with its last eval at or before that step, or the latest such step if several runs began from it.
-    runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
+    runs: name, path, step and tokens of the last eval that counts, the gold's step, and whether the run is finished.
     sets: one for each text that two or more runs measured, under one name or several; and one for each name under which
       runs measured other windows than the first that has it, but documents of it.
     refused: names under which runs measured different text, or text without a content hash, each with messages.
@@ -131,7 +132,7 @@ class ComparedRuns:
     """
 
     at: str
-    common: int
+    common: int | None
     asked: bool
     runs: tuple[dict[str, Any], ...]
     sets: tuple[ComparedSet, ...]
