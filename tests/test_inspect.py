@@ -19,7 +19,7 @@ from written_run import command, offender, write_run
 from curriculum.config import build_config
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import CHECKPOINT_ITEMS, find_checkpoint
+from curriculum.find_checkpoint import CHECKPOINT_ITEMS, find_checkpoint, read_ledger
 from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import load_run
@@ -703,3 +703,18 @@ def test_a_run_whose_rate_has_decayed_is_said_to_need_a_jump(tmp_path):
         for item in CHECKPOINT_ITEMS:
             (path / f"checkpoints/{step}/{item}").mkdir(parents=True)
         assert (remark in shown(path)) == told, step
+
+
+def test_a_record_that_is_too_short_for_the_newest_checkpoint_is_told(tmp_path):
+    place, run_dir = write_corpus(tmp_path), tmp_path / "run"
+    tiny_train(place, run_dir)
+    assert inspect_run(run_dir)["problems"] == []
+    events = run_dir / "events.jsonl"
+    saved = read_ledger(run_dir / "checkpoints/12")["offsets"]["events.jsonl"]
+    events.write_bytes(events.read_bytes()[: saved - 10])  # as of a copy that was interrupted
+    [problem] = inspect_run(run_dir)["problems"]
+    assert problem.startswith(f"{events}: got ") and "go on from an earlier checkpoint (--resume STEP)" in problem
+    with pytest.raises(InputError, match="expected a line to end at byte"):
+        tiny_train(place, run_dir, resume="latest")
+    tiny_train(place, run_dir, resume=9)
+    assert inspect_run(run_dir)["problems"] == []

@@ -286,7 +286,7 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
 
     A broken metrics row is only reported on stderr: training needs none, and there may be no other copy of the file.
     """
-    _check_ends(run_dir, offsets)
+    check_ends(run_dir, offsets)
     for name in (EVENTS, METRICS):
         if (left := offsets[name]) == 0:
             continue
@@ -303,14 +303,16 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
                     break
 
 
-def _check_ends(run_dir: Path, offsets: Mapping[str, int]) -> None:
+def check_ends(run_dir: Path, offsets: Mapping[str, int]) -> None:
+    """Raise InputError if the record is shorter than a checkpoint's offsets."""
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]
         size_bytes = path.stat().st_size if path.exists() else 0
         if offset > size_bytes or (offset > 0 and _read_from(path, offset - 1, 1) != b"\n"):
             raise InputError(
                 f"{path}: got {size_bytes} bytes, expected a line to end at byte {offset}, as when "
-                "the checkpoint was saved; restore the file from a copy, or start a new run directory"
+                "the checkpoint was saved; restore the file from a copy, or go on from an earlier checkpoint "
+                "(--resume STEP), of which the record may still be whole"
             )
 
 
@@ -330,7 +332,7 @@ def cut_record(run_dir: Path, offsets: Mapping[str, int]) -> None:
     atomically, and then carried out in steps that can be repeated from the start.
     """
     _finish_cut(run_dir)
-    _check_ends(run_dir, offsets)
+    check_ends(run_dir, offsets)
     entries = []
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]

@@ -15,9 +15,9 @@ from typing import Any
 
 from curriculum.disk.lock import trained_by
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, resume_command
-from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row
+from curriculum.record.events import TAKEN_UP, check_ends, config_name, last_gold, last_row
 from curriculum.record.queries import (
     consumption,
     documents_are_few,
@@ -39,7 +39,8 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     """Everything that `curriculum inspect` shows, as plain data (NaN and infinities as floats).
 
     `run`: one that is loaded, or its directory. `problems` names files that only describe the run but cannot be
-    read; the facts in them are left out. Raises InputError while the record is empty.
+    read, whose facts are left out, and a record that is too short for the newest checkpoint to be resumed. Raises
+    InputError while the record is empty.
     """
     run = run if isinstance(run, Run) else load_run(run)
     plan, path = run.plan, run.directory.path
@@ -53,6 +54,11 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     trainer = trained_by(path)
     checkpoints = {place.name: checkpoint_steps(place) for place in run.directory.places}
     steps = checkpoints["checkpoints"]
+    if steps and trainer is None:
+        try:
+            check_ends(path, read_ledger(run.directory.checkpoints / str(steps[-1]))["offsets"])
+        except InputError as error:
+            problems += error.problems
     longer = longer_from(plan, {step for place in checkpoints.values() for step in place})
     newest_first = run.events[::-1]
     return {
