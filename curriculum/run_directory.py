@@ -147,8 +147,15 @@ class RunDirectory:
     def check_usable(self, *, to_write: bool = True) -> None:
         """Raise InputError if the path lies among another run's files or, `to_write`, cannot be written to.
 
-        Creates nothing.
+        Also if it is not UTF-8, which the libraries that write checkpoints need. Creates nothing.
         """
+        whole = os.path.abspath(self.path)
+        try:
+            whole.encode()
+        except UnicodeEncodeError:
+            told = os.fsencode(whole).decode(errors="backslashreplace")
+            fix = "choose another folder, and a UTF-8 locale if the name is UTF-8 (LC_ALL=C.UTF-8)"
+            raise InputError(f"--run-dir {told}: the path is not read as UTF-8, as checkpoints need; {fix}") from None
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):

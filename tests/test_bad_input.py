@@ -260,6 +260,7 @@ COMMAND_LINES = [
     Row("--resume with nothing there", nothing, TRAIN + " --resume 2", "small", "holds no run; expected a directory made by"),
     Row("--resume in a dry run", nothing, TRAIN + " --dry-run --resume latest", "--dry-run", "leave one out"),
     Row("run directory holds a run", nothing, TRAIN + " --run-dir run", "run", "continue it with --resume latest"),
+    Row("run directory that is not UTF-8", nothing, TRAIN + " --run-dir new\udcff", "new\\xff: the path is not read as UTF-8", "choose another folder"),
     Row("run directory without a name", nothing, TRAIN + " --run-dir ''", "--run-dir", "is a shell variable not set?"),
     Row("run directory is a checkpoint", nothing, TRAIN + " --run-dir run/checkpoints/2 --resume latest", "--run-dir run/checkpoints/2: lies in checkpoints/ of the run", "/run --resume 2, or choose a folder of its own"),
     Row("run directory beside checkpoints", nothing, TRAIN + " --run-dir run/checkpoints --resume latest", "--run-dir run/checkpoints: lies in checkpoints/ of the run", "/run --resume latest, or choose"),
