@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -46,7 +46,6 @@ MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
 MAX_SAMPLES = 20  # earlier generation events below the newest
 _MOST_COLUMNS = 12  # sources with a column of their own
 _MOST_IN_TILE, _MOST_BELOW = 20, 12  # characters of set names in a tile's value; names in the small text below it
-_OF_SAMPLE = ("prompt", "text")
 MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more points hide the trend
 
 
@@ -70,39 +69,47 @@ def of_run(run: Run, facts: Mapping[str, Any], label: str) -> list[Markup]:
 
 
 def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
-    progress, model = facts["progress"], facts["model"]
-    step, total_steps = progress["step"], progress["total_steps"]
+    progress = facts["progress"]
     lead = f"{facts['name']} · begun {moment(progress['started_at'])} · {state_text(progress)}"
-    val = facts["evals"].get("val")
-    shown: list[tuple[str, Any, Any]] = [
-        ("step", f"{step:,}", f"of {total_steps:,} ({percent_done(step, total_steps)} %)"),
-        ("tokens", figures.short_count(progress["tokens"]), f"in {duration(progress['elapsed_s'])}"),
-        ("parameters", figures.short_count(model["num_parameters"]), f"{model['num_parameters']:,}"),
-    ]
-    if val:
-        shown.append(("val loss", loss(val["loss"]), f"best {loss(val['best'])} at step {val['best_step']:,}"))
-    if gold := facts["gold"]:
-        below = f"{gold['metric']} {loss(gold['value'])}" + (", its checkpoint is missing" if gold["missing"] else "")
-        shown.append(("gold", f"step {gold['step']:,}", below))
-    else:
-        shown.append(("gold", "none", ""))
-    worse = sorted({o["set"] for o in facts["regressions"]})
-    warned = [name for name, e in facts["evals"].items() if e["warned"]]
-    num_sets = sum(e["still_measured"] and "@" not in name for name, e in facts["evals"].items())
-    many = len(", ".join(worse)) > _MOST_IN_TILE
-    value = f"{len(worse)} of {num_sets} sets" if many else ", ".join(worse)
-    below = [first_of(worse, _MOST_BELOW)] if many else []
-    below += [f"maybe {first_of(warned, _MOST_BELOW)}"] if warned else []
-    below += [said] if (said := least_seen(facts)) else []
-    shown.append(("regressed now", tag("span", value, class_="bad") if worse else "none", "; ".join(below) or None))
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
     lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
     warnings = _warnings(run)
-    told = folded(f"{counted(len(warnings), 'warning')} of the plan", bullets(warnings))
-    return tag(
-        "header", tag("h1", label), tag("p", lead, class_="lead"), *lines, tiles(shown), told if warnings else ""
-    )
+    told = folded(f"{counted(len(warnings), 'warning')} of the plan", bullets(warnings)) if warnings else ""
+    shown = [*_figures_of(facts), _regressed(facts)]
+    return tag("header", tag("h1", label), tag("p", lead, class_="lead"), *lines, tiles(shown), told)
+
+
+def _figures_of(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(title, value, what stands below it) of each tile but the last."""
+    progress, num_parameters = facts["progress"], facts["model"]["num_parameters"]
+    step, total_steps = progress["step"], progress["total_steps"]
+    yield "step", f"{step:,}", f"of {total_steps:,} ({percent_done(step, total_steps)} %)"
+    yield "tokens", figures.short_count(progress["tokens"]), f"in {duration(progress['elapsed_s'])}"
+    yield "parameters", figures.short_count(num_parameters), f"{num_parameters:,}"
+    if val := facts["evals"].get("val"):
+        yield "val loss", loss(val["loss"]), f"best {loss(val['best'])} at step {val['best_step']:,}"
+    if gold := facts["gold"]:
+        missing = ", its checkpoint is missing" if gold["missing"] else ""
+        yield "gold", f"step {gold['step']:,}", f"{gold['metric']} {loss(gold['value'])}{missing}"
+    else:
+        yield "gold", "none", ""
+
+
+def _regressed(facts: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """The tile of the sets that are worse now."""
+    worse = sorted({pair["set"] for pair in facts["regressions"]})
+    warned = [name for name, e in facts["evals"].items() if e["warned"]]
+    value, below = ", ".join(worse), []
+    if len(value) > _MOST_IN_TILE:
+        num_sets = sum(e["still_measured"] and "@" not in name for name, e in facts["evals"].items())
+        value = f"{len(worse)} of {num_sets} sets"
+        below.append(first_of(worse, _MOST_BELOW))
+    if warned:
+        below.append(f"maybe {first_of(warned, _MOST_BELOW)}")
+    if said := least_seen(facts):
+        below.append(said)
+    return "regressed now", tag("span", value, class_="bad") if worse else "none", "; ".join(below) or None
 
 
 def _warnings(run: Run) -> list[str]:
@@ -194,14 +201,14 @@ def _float(value: Any) -> float:
 
 def _phase_table(facts: Mapping[str, Any]) -> Markup:
     rows, shapes = [], shapes_of(facts["phases"])
+    has_shapes = any(shapes)
     for i, (phase, shape) in enumerate(zip(facts["phases"], shapes, strict=True), start=1):
-        mixture = mixture_text(phase, lambda share: f"{100 * share:.4g}\u00a0%")
-        ramp = f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
-        rows.append((f"{i}", phase["name"], tag("td", mixture, class_="text"), f"{phase['start']:,}",
-                     f"{phase['end']:,}", ramp, *([shape] if any(shapes) else []),
-                     tag("td", "done" if phase["done"] else "")))  # fmt: skip
-    shape = ["rows x tokens"] if any(shapes) else []
-    return table_of_phases(("", "phase", "mixture", "from step", "to step", "ramp", *shape, ""), rows, text_columns=3)
+        mixture = tag("td", mixture_text(phase, lambda share: f"{100 * share:.4g}\u00a0%"), class_="text")
+        steps = f"{phase['start']:,}", f"{phase['end']:,}", f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
+        done = tag("td", "done" if phase["done"] else "")
+        rows.append((f"{i}", phase["name"], mixture, *steps, *([shape] if has_shapes else []), done))
+    header = ("", "phase", "mixture", "from step", "to step", "ramp", *(["rows x tokens"] if has_shapes else []), "")
+    return table_of_phases(header, rows, text_columns=3)
 
 
 def _epoch_table(facts: Mapping[str, Any]) -> Markup:
@@ -239,22 +246,20 @@ def _epoch_table(facts: Mapping[str, Any]) -> Markup:
 def _samples(run: Run) -> list[Markup]:
     """The newest samples as a table, with earlier ones folded below it, newest first."""
     told = [event for event in run.events if event["event"] == "generation"]
-
-    def samples(events: Sequence[Mapping[str, Any]]) -> Markup:
-        rows = [
-            (
-                f"{event['step']:,}" if i == 0 else "",
-                *(tag("td", printable(s[key]), class_="text") for key in _OF_SAMPLE),
-            )
-            for event in events
-            for i, s in enumerate(event["samples"])
-        ]
-        return table(("step", "prompt", "continuation"), rows, text_columns=3, grouped=True)
-
     if not told:
         return []
     earlier = told[-2 : -2 - MAX_SAMPLES : -1]
-    return [samples(told[-1:]), *([folded("Earlier samples", samples(earlier))] if earlier else [])]
+    newest = _sample_table(told[-1:])
+    return [newest, folded("Earlier samples", _sample_table(earlier))] if earlier else [newest]
+
+
+def _sample_table(events: Sequence[Mapping[str, Any]]) -> Markup:
+    rows = []
+    for event in events:
+        for i, sample in enumerate(event["samples"]):
+            texts = (tag("td", printable(sample[key]), class_="text") for key in ("prompt", "text"))
+            rows.append((f"{event['step']:,}" if i == 0 else "", *texts))
+    return table(("step", "prompt", "continuation"), rows, text_columns=3, grouped=True)
 
 
 def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:
