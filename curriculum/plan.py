@@ -11,6 +11,7 @@ from typing import Any
 
 from curriculum.config import Config, check_is_config
 from curriculum.data.corpus import Sizes, find_sizes
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
@@ -112,14 +113,7 @@ def plan_of(
     `sizes` may have epochs of sources that the config no longer has. `begins_from` and `resumes` are as in `Plan`.
     """
     epochs_of = sizes.tokens_per_epoch
-    model = None
-    # A tokenizer that is trained has the size that the config gives it, or is refused.
-    vocab_size = config.tokenizer.vocab_size if sizes.tokenizer is None else sizes.tokenizer.vocab_size
-    if config.model is not None and vocab_size is not None:
-        if problems := model_problems(config.model, vocab_size):
-            raise config.error((f"model.{key}", message) for key, message in problems)
-        model = resolved_model(config, vocab_size)
-
+    model = _model_of(config, sizes.tokenizer)
     trained = 0 if resumes is None else resumes["step"]
     ahead = schedule.phases_after(trained)
     if problems := list(row_problems(config.train, config.phases, config.mesh.row_shards, ahead)):
@@ -169,6 +163,17 @@ def plan_of(
         begins_from=begins_from,
         resumes=resumes,
     )
+
+
+def _model_of(config: Config, tokenizer: Tokenizer | None) -> ModelConfig | None:
+    """The architecture that would be trained; None if it is a custom model, or if its vocabulary is not known yet."""
+    # A tokenizer that is trained has the size that the config gives it, or is refused.
+    vocab_size = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if config.model is None or vocab_size is None:
+        return None
+    if problems := model_problems(config.model, vocab_size):
+        raise config.error((f"model.{key}", message) for key, message in problems)
+    return resolved_model(config, vocab_size)
 
 
 def _rows(schedule: Schedule, epochs_of: Mapping[str, int | None]) -> Iterator[PlanRow]:
