@@ -51,7 +51,11 @@ def find_checkpoint(
         expected = f"expected a directory made by `curriculum train`{absent(directory.path)}"
         raise InputError(f"{directory.path}: holds no run; {expected}")
     if not there:
-        raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
+        what = "yet; train it up to its first save (checkpoint.every)"
+        if saved := saved_steps(directory):
+            what = f"any more, though its record has some up to step {saved[-1]}; if they were moved, or their disk is "
+            what += "away, put them back"
+        raise InputError(f"{directory.path}: has no checkpoint {what}")
     if wanted in (None, "gold"):
         gold = _gold_step(directory, events, found["gold"], there, option)
         if gold is not None:

@@ -257,7 +257,7 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
         ),
         ("base/checkpoints/3", "'base/checkpoints/3' is not a checkpoint of the run; available: 2, 4"),
         ("base/gold", "base/gold: gold: base has no gold checkpoint; available: 2, 4"),
-        ("young", "young: has no checkpoint yet"),
+        ("young", "young: has no checkpoint any more, though its record has some up to"),
     ],
 )
 def test_what_nothing_can_begin_from_is_told(folder, init_from, words):

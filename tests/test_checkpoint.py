@@ -409,6 +409,10 @@ def test_a_run_whose_checkpoints_are_all_gone_does_not_begin_anew(run, place):
             ask()
         assert str(error.value) == told
     assert {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"} == before
+    with pytest.raises(
+        InputError, match=f"^{run}: has no checkpoint any more, though its record has some up to step 12;"
+    ):
+        find_checkpoint(RunDirectory(run))
     (run / "events.jsonl").rename(run / "old.jsonl")
     tiny_train(place, run, "latest")
     assert [e["step"] for e in load_run(run).events if e["event"] == "checkpoint"] == [2, 4, 6, 8, 10, 12]
