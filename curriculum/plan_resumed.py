@@ -42,6 +42,8 @@ def plan_resumed(
     directory.check_usable(to_write=False)
     resumed, under_way = going_back.to_continue(directory, resume)
     told = [f"{folder}: is damaged: {why}; skipped" for _, folder, why in opening.damaged(directory, resumed)]
+    if under_way is None:
+        told += opening.resumed_from_copy(directory, resume, resumed)
     saved = going_back.ledger_of(under_way, resumed)
     if saved is None:
         fresh = plan(config, store_dir=store_dir)

@@ -418,6 +418,24 @@ def test_a_run_whose_checkpoints_are_all_gone_does_not_begin_anew(run, place):
     assert [e["step"] for e in load_run(run).events if e["event"] == "checkpoint"] == [2, 4, 6, 8, 10, 12]
 
 
+def test_a_gold_that_serves_because_all_checkpoints_are_gone_is_told(run, place, capsys):
+    shutil.rmtree(run / "gold")
+    shutil.copytree(run / "checkpoints/10", run / "gold/10")
+    away = (run / "checkpoints").rename(run.parent / "away")
+    told = (
+        f"{run}/checkpoints: holds no checkpoint, though the record has some up to step 12: the newest is gold/10; if they "
+        "were moved, or their disk is away, stop, and put them back"
+    )
+    assert told in plan_resumed(build_config(tiny_data(place)), run, store_dir=place / "store").warnings
+    for resume, number in (("latest", 1), (10, 0)):
+        with RunLock(run) as lock:
+            resumed, _ = claim(RunDirectory(run), lock, resume)
+        assert resumed.step == 10 and capsys.readouterr().err.splitlines().count(told) == number
+    away.rename(run / "checkpoints")
+    with RunLock(run) as lock:
+        assert claim(RunDirectory(run), lock, "latest")[0].step == 12 and capsys.readouterr().err == ""
+
+
 def test_a_checkpoint_that_may_never_have_been_whole_is_not_missed(run, place, capsys):
     """Its event comes first: a run that is killed while it saves its first one begins anew, as does one whose disk was
     full, or whose checkpoints were all damaged and set aside."""

@@ -47,7 +47,21 @@ def claim(
     begins = resume is not None and resumed is None and under_way is None
     if begins and not step_folders(directory.checkpoints):  # damaged ones are reported
         print(nothing_to_resume(directory), file=sys.stderr)
+    if under_way is None:
+        print(*(f"{line}\n" for line in resumed_from_copy(directory, resume, resumed)), sep="", end="", file=sys.stderr)
     return resumed, under_way
+
+
+def resumed_from_copy(directory: RunDirectory, resume: str | int | None, resumed: Resumed | None) -> list[str]:
+    """A line if "latest" is an older copy beside a `checkpoints/` that holds nothing: its disk may be away."""
+    saved = saved_steps(directory) if resume == "latest" and resumed is not None else []
+    if not saved or saved[-1] <= resumed.step or step_folders(directory.checkpoints):
+        return []
+    copy = resumed.folder.relative_to(directory.path)
+    return [
+        f"{directory.checkpoints}: holds no checkpoint, though the record has some up to step {saved[-1]}: the newest "
+        f"is {copy}; if they were moved, or their disk is away, stop, and put them back"
+    ]
 
 
 def check(config: Config, past: Past = NO_PAST) -> None:
