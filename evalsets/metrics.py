@@ -129,16 +129,27 @@ def paired_difference(now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndar
 
 
 class BetweenRecipes(NamedTuple):
-    """Rise of a set's mean loss between two recipes, and its standard error over the seeds and the choice of documents.
+    """Rise of a set's mean loss between two recipes, and its standard errors over the seeds and over the documents.
 
-    The error has `df` degrees of freedom, a fraction. sem_seeds: the part of it that the seeds make. All three are NaN
-    if a recipe has a single run or the set a single cluster.
+    The first has `df_seeds` degrees of freedom, a fraction, the second `num_clusters` - 1. All are NaN if a recipe has
+    a single run or the set a single cluster.
     """
 
     delta: float
-    sem: float
-    df: float
     sem_seeds: float
+    df_seeds: float
+    sem_text: float
+    num_clusters: int
+
+    def half_width(self, tail: float) -> float:
+        """Half of the interval beyond whose ends lies `tail` on each side.
+
+        The two errors are widened apart: pooled, the many degrees of freedom of the documents would stand for the few
+        of the seeds, whose variance is often found much too small.
+        """
+        of_seeds = student_quantile(tail, np.float64(self.df_seeds)) * self.sem_seeds
+        of_text = student_quantile(tail, self.num_clusters - 1) * self.sem_text
+        return math.hypot(of_seeds, of_text)
 
 
 def difference_of_recipes(
@@ -146,23 +157,21 @@ def difference_of_recipes(
 ) -> BetweenRecipes:
     """The difference between the mean losses of runs [R, N] of two recipes, which differ in their seeds, on one set.
 
-    The two recipes may have different numbers of runs. SE^2 = s_now^2 / R_now + s_before^2 / R_before + SE_text^2: the
-    variances of the losses between the seeds of each recipe, and the error of the paired difference of the recipes'
-    means over the choice of documents; the degrees of freedom are Satterthwaite's (Welch, Biometrika 34, 1947). What
-    seeds do differently on each document is in all terms, so the error is rather too large than too small.
+    The two recipes may have different numbers of runs. The error over the seeds is that of two means of unequal
+    variances, s_now^2 / R_now + s_before^2 / R_before (Welch, Biometrika 34, 1947); that over the documents is of the
+    paired difference between the recipes' means. What seeds do differently on each document is in both.
     """
     of_text = paired_difference(np.mean(now_RN, axis=0), np.mean(before_RN, axis=0), tokens_N, document_N)
-    delta = float(of_text.delta)
-    if min(len(now_RN), len(before_RN), of_text.num_clusters) < 2:
-        return BetweenRecipes(delta, math.nan, math.nan, math.nan)
+    delta, num_clusters = float(of_text.delta), of_text.num_clusters
+    if min(len(now_RN), len(before_RN), num_clusters) < 2:
+        return BetweenRecipes(delta, math.nan, math.nan, math.nan, num_clusters)
     tokens = np.sum(tokens_N, dtype=np.int64)
     with np.errstate(invalid="ignore"):
-        seeds_2 = np.array([np.var(np.sum(of, axis=1) / tokens, ddof=1) / len(of) for of in (now_RN, before_RN)])
-        parts_3 = np.array([*seeds_2, float(of_text.sem) ** 2])
-    df_3 = np.array([len(now_RN) - 1, len(before_RN) - 1, of_text.num_clusters - 1])
-    variance = float(parts_3.sum())
-    df = variance**2 / float(np.sum(parts_3**2 / df_3)) if variance else float(df_3.min())
-    return BetweenRecipes(delta, math.sqrt(variance), df, math.sqrt(seeds_2.sum()))
+        parts_2 = np.array([np.var(np.sum(of, axis=1) / tokens, ddof=1) / len(of) for of in (now_RN, before_RN)])
+    df_2 = np.array([len(now_RN) - 1, len(before_RN) - 1])
+    variance = float(parts_2.sum())
+    df = variance**2 / float(np.sum(parts_2**2 / df_2)) if variance else float(df_2.min())
+    return BetweenRecipes(delta, math.sqrt(variance), df, float(of_text.sem), num_clusters)
 
 
 class PairedTexts(NamedTuple):

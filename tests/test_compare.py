@@ -129,12 +129,14 @@ def test_runs_that_differ_in_their_seeds_are_taken_together(tmp_path):
     assert low.loss == pytest.approx(2.2) and low.sd == pytest.approx(0.2)
     # SE^2 = 0.02 / 2 + 0.04 / 3, with 2.882 degrees of freedom by Satterthwaite; no document differs.
     between = low.difference
-    assert between.delta == pytest.approx(-0.9) and between.df == pytest.approx(2.882, abs=1e-3)
-    assert between.sem == between.sem_seeds == pytest.approx((0.01 + 0.04 / 3) ** 0.5)
+    assert between.delta == pytest.approx(-0.9) and between.df_seeds == pytest.approx(2.882, abs=1e-3)
+    assert between.sem_seeds == pytest.approx((0.01 + 0.04 / 3) ** 0.5) and between.sem_text == pytest.approx(
+        0, abs=1e-9
+    )
     low_end, high_end = between.interval
     assert (low_end + high_end) / 2 == pytest.approx(-0.9)
     # The t of 2.882 degrees lies between those of 3 and 2 degrees, 3.182 and 4.303, of a printed table.
-    assert 3.182 < (high_end - low_end) / 2 / between.sem < 3.4
+    assert 3.182 < (high_end - low_end) / 2 / between.sem_seeds < 3.4
     assert low.verdict.startswith("low (3 seeds) is better than high (2 seeds) by 0.9000 nats per token (95 % 0.4")
 
     lines = table(found)

@@ -173,28 +173,32 @@ def test_the_difference_of_two_recipes_by_hand():
     now_RN = np.array([[3.0], [3.2]]) + by_document_N
     before_RN = np.array([[2.0], [2.2], [2.4]]) + np.zeros(20)
     found = difference_of_recipes(now_RN, before_RN, np.ones(20, np.int64), np.arange(20))
-    seeds, text = (0.01, 0.04 / 3), 0.01 / 19
-    assert found.delta == pytest.approx(0.9)
-    assert found.sem_seeds == pytest.approx(math.sqrt(sum(seeds)))
-    assert found.sem == pytest.approx(math.sqrt(sum(seeds) + text))
-    assert found.df == pytest.approx(3.0136, abs=1e-4)
+    assert found.delta == pytest.approx(0.9) and found.num_clusters == 20
+    assert found.sem_seeds == pytest.approx(math.sqrt(0.01 + 0.04 / 3))
+    assert found.df_seeds == pytest.approx(2.882, abs=1e-3)
+    assert found.sem_text == pytest.approx(math.sqrt(0.01 / 19))
+    # With t of 19 degrees of freedom from a printed table; that of 2.882 lies between 3.182 (of 3) and 4.303 (of 2).
+    t_seeds = math.sqrt(found.half_width(0.025) ** 2 - 2.093**2 * 0.01 / 19) / found.sem_seeds
+    assert 3.182 < t_seeds < 3.4
 
 
+@pytest.mark.parametrize("num_now, num_before", [(2, 2), (3, 3), (5, 3)])
+@pytest.mark.parametrize("ratio", [1, 3, 1000])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.1])
-def test_the_interval_of_two_equal_recipes_holds_zero_as_often_as_it_says(spread):
-    """Three seeds each; recipes differ by document, seeds as a whole (`spread`) and by document."""
+def test_the_interval_of_two_equal_recipes_holds_zero_as_often_as_it_says(num_now, num_before, ratio, spread):
+    """Recipes differ by document; seeds as a whole, `spread` and `ratio` times less in the second, and by document."""
     rng = np.random.default_rng(1)
     tokens_N, document_N = np.full(40, 10), np.arange(40)
     missed = 0
     for _ in range(1000):
         of_text_N = rng.normal(0, 0.2, 40)
         now_RN, before_RN = (
-            10 * (of_text_N + rng.normal(0, 0.03, 40) + rng.normal(0, spread, (3, 1)) + rng.normal(0, 0.02, (3, 40)))
-            for _ in range(2)
+            10 * (of_text_N + rng.normal(0, 0.03, 40) + rng.normal(0, sd, (num, 1)) + rng.normal(0, 0.02, (num, 40)))
+            for num, sd in ((num_now, spread), (num_before, spread / ratio))
         )
         found = difference_of_recipes(now_RN, before_RN, tokens_N, document_N)
-        missed += abs(found.delta) > float(student_quantile(0.025, np.float64(found.df))) * found.sem
-    assert 5 <= missed <= 60  # 50 are promised; what seeds do by document counts in more than one term
+        missed += abs(found.delta) > found.half_width(0.025)
+    assert missed <= 70  # 50 are promised
 
 
 @pytest.mark.parametrize("num_now, num_before, num_documents", [(1, 3, 20), (3, 1, 20), (2, 2, 1)])
@@ -202,7 +206,7 @@ def test_recipes_of_one_run_or_a_set_of_one_document_have_no_error(num_now, num_
     tokens_N, document_N = np.ones(num_documents, np.int64), np.arange(num_documents)
     now_RN, before_RN = np.full((num_now, num_documents), 3.0), np.full((num_before, num_documents), 2.5)
     found = difference_of_recipes(now_RN, before_RN, tokens_N, document_N)
-    assert found.delta == 0.5 and np.isnan([found.sem, found.df, found.sem_seeds]).all()
+    assert found.delta == 0.5 and np.isnan([found.sem_seeds, found.df_seeds, found.sem_text]).all()
 
 
 def test_documents_of_two_tokenizers_are_paired_by_their_text():

@@ -61,16 +61,16 @@ class Recipe:
 class RecipeDifference:
     """The mean loss of a recipe's runs minus that of another's, on one set: positive is worse.
 
-    interval: 95 %, over the seeds and the choice of held-out text, with `df` degrees of freedom. sem_seeds: the part of
-    the standard error that the seeds make. All four are None if a recipe has a single run or the set a single cluster.
+    interval: 95 %, over the seeds and the choice of held-out text, whose standard errors are sem_seeds, with df_seeds
+    degrees of freedom, and sem_text. All are None if a recipe has a single run or the set a single cluster.
     """
 
     against: str
     delta: float
-    sem: float | None
     interval: tuple[float, float] | None
     sem_seeds: float | None
-    df: float | None
+    df_seeds: float | None
+    sem_text: float | None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from curriculum.record.wording import counted, signed
 from curriculum.run import Run
 from curriculum.views.comparison import NATS, Recipe, RecipeDifference, RecipeOnSet
 from curriculum.views.config_differences import config_differences
-from evalsets.metrics import WindowResults, difference_of_recipes, student_quantile
+from evalsets.metrics import WindowResults, difference_of_recipes
 
 
 def recipes_of(runs: Sequence[Run], names: Sequence[str]) -> tuple[Recipe, ...]:
@@ -82,11 +82,11 @@ def _difference(
 ) -> RecipeDifference:
     against, before_RN = first
     found = difference_of_recipes(nats_RN, before_RN, tokens_N, document_N)
-    if math.isnan(found.sem):
+    if math.isnan(found.sem_seeds):
         return RecipeDifference(against, found.delta, None, None, None, None)
-    half = float(student_quantile(0.025, np.float64(found.df))) * found.sem
+    half = found.half_width(0.025)
     interval = (found.delta - half, found.delta + half)
-    return RecipeDifference(against, found.delta, found.sem, interval, found.sem_seeds, found.df)
+    return RecipeDifference(against, found.delta, interval, found.sem_seeds, found.df_seeds, found.sem_text)
 
 
 def _verdict(now: RecipeOnSet, before: RecipeOnSet) -> str:
@@ -102,11 +102,11 @@ def _verdict(now: RecipeOnSet, before: RecipeOnSet) -> str:
     if between.interval is None:
         differs = f"{ours} differs from {theirs} by {signed(between.delta)} {NATS}"
         return f"no verdict: {differs}, but the set is a single document of few windows"
-    if between.delta == 0 and not between.sem:
+    if between.interval == (0.0, 0.0):
         return f"{ours} and {theirs} are equal in every window"
     low, high = between.interval
     if low <= 0 <= high:
-        by_seeds = round(100 * (between.sem_seeds / between.sem) ** 2)
+        by_seeds = round(100 * between.sem_seeds**2 / (between.sem_seeds**2 + between.sem_text**2))
         return (
             f"no difference shown between {ours} and {theirs}: {signed(between.delta)} (95 % {signed(low)} to "
             f"{signed(high)}); {by_seeds} % of its variance comes from the seeds"
