@@ -77,7 +77,7 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     )
     common = _take_evals(sides, sharing, steps_of_bases(begun), at, asked)
     recipes = recipes_of([side.run for side in sides], [side.name for side in sides])
-    sets = [*_compared_sets(sides, begun, recipes)]
+    sets = [*_compared_sets(sides, begun, recipes, at)]
     by_text, refused, only = _compared_by_text(sides, begun)
     sets += by_text
     if not sets:
@@ -168,7 +168,7 @@ def _take_evals(
 
 
 def _compared_sets(
-    sides: Sequence[_Side], begun: Iterable[Mapping[str, Any]], recipes: Sequence[Recipe]
+    sides: Sequence[_Side], begun: Iterable[Mapping[str, Any]], recipes: Sequence[Recipe], at: str
 ) -> Iterator[ComparedSet]:
     """Each text that two or more runs measured."""
     for group in same_text([{name: side.hashes[name] for name in side.last} for side in sides]):
@@ -178,7 +178,8 @@ def _compared_sets(
             compared = _compared_set(first, name, found, begun, NATS)
             if recipes:
                 windows = {side.name: side.windows(own, side.last[own]) for side, own in [(first, name), *others]}
-                compared = replace(compared, recipes=recipes_on_set(recipes, windows))
+                tokens = None if at == "gold" else {m.run: m.tokens for m in compared.runs}
+                compared = replace(compared, recipes=recipes_on_set(recipes, windows, tokens))
             yield compared
 
 

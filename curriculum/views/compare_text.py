@@ -48,8 +48,8 @@ def table(comparison: ComparedRuns) -> list[str]:
         rows = [RECIPE_COLUMNS, *(cells for _, cells in of_recipes(comparison))]
         lines += [*columns(rows, right=range(2, len(RECIPE_COLUMNS))), ""]
     sentences = verdicts(comparison)
-    if len(sentences) > MOST_SENTENCES and not comparison.recipes:
-        sentences = [_in_short(compared) for compared in comparison.sets]
+    if len(sentences) > MOST_SENTENCES:
+        sentences = verdicts(comparison, in_short=True)
     return [*lines, *sentences, *notes(comparison)]
 
 
@@ -83,17 +83,23 @@ def of_recipes(comparison: ComparedRuns) -> Iterator[tuple[RecipeOnSet, tuple[st
             d = m.difference
             between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
             title = compared.title if i == 0 else ""
-            yield m, (title, m.recipe, str(m.num_runs), loss(m.loss), loss(m.sd), *between)
+            yield m, (title, m.recipe, str(len(m.runs)), loss(m.loss), loss(m.sd), *between)
 
 
-def verdicts(comparison: ComparedRuns) -> list[str]:
-    """A sentence for each difference; where there are recipes of several seeds, between those and not between runs."""
-    return [
-        f"{compared.title}: {m.verdict}"
-        for compared in comparison.sets
-        for m in (compared.recipes if comparison.recipes else compared.runs)
-        if m.verdict
-    ]
+def verdicts(comparison: ComparedRuns, in_short: bool = False) -> list[str]:
+    """A sentence for each difference: between recipes on sets where two of them have several seeds, else between runs.
+
+    `in_short`: of runs a line for each set.
+    """
+    told = []
+    for compared in comparison.sets:
+        of_recipes = sum(len(m.runs) > 1 for m in compared.recipes) > 1
+        if in_short and not of_recipes:
+            told.append(_in_short(compared))
+        else:
+            between = compared.recipes if of_recipes else compared.runs
+            told += [f"{compared.title}: {m.verdict}" for m in between if m.verdict]
+    return told
 
 
 def _in_short(compared: ComparedSet) -> str:
@@ -180,10 +186,19 @@ def notes(comparison: ComparedRuns) -> list[str]:
         for recipe in comparison.recipes
         for run, other in recipe.repeats.items()
     ]
+    lines += [
+        f"{compared.title}: {', '.join(left)} does not count in {m.recipe}: measured after another number of tokens"
+        for compared in comparison.sets
+        for m in compared.recipes
+        for recipe in comparison.recipes
+        if recipe.name == m.recipe
+        if (left := [other.run for other in compared.runs if other.run in recipe.seeds.keys() - set(m.runs)])
+    ]
     if comparison.recipes:
         lines.append(
-            "Recipes are runs whose configs differ in the seed alone. Differences between them are of their mean "
-            "losses; these intervals cover the seeds and the choice of held-out text."
+            "Recipes are runs that began alike and whose configs differ in the seed alone. Differences between them "
+            "are of their mean losses; these intervals cover the seeds of these runs, not of runs that they began "
+            "from, and the choice of held-out text."
         )
     differences = "Differences are nats per token of each run minus the first, over the same windows"
     if by_text:

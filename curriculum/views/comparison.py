@@ -47,7 +47,7 @@ class RunOnSet(Recorded):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Runs whose configs differ in `seed` alone: {run: its seed}, by a name for all of them.
+    """Runs that began alike and whose configs differ in `seed` alone: {run: its seed}, by a name for all of them.
 
     repeats: {run: the run whose seed it has}, runs that are left out, as no seed counts twice.
     """
@@ -75,13 +75,13 @@ class RecipeDifference:
 
 @dataclass(frozen=True)
 class RecipeOnSet:
-    """The runs of one recipe on one set: how many there are, their mean loss and its standard deviation over them.
+    """The runs of one recipe on one set that count: their mean loss, and its standard deviation over them.
 
     sd is None for a single run; `difference` and `verdict` are None for the recipe that the others are compared with.
     """
 
     recipe: str
-    num_runs: int
+    runs: tuple[str, ...]
     loss: float
     sd: float | None
     difference: RecipeDifference | None

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +22,17 @@ from evalsets.metrics import WindowResults, difference_of_recipes
 def recipes_of(runs: Sequence[Run], names: Sequence[str]) -> tuple[Recipe, ...]:
     """The recipes of runs, in the order of their first runs; none if none has runs of two seeds.
 
-    Two runs are of one recipe if `config_differences` finds nothing but the seed, or nothing at all.
+    Two runs are of one recipe if `config_differences` finds nothing but the seed, or nothing at all, and they began
+    from the same parameters. A run whose config was edited on its way is alone: its config is not what it was all of
+    the time.
     """
     groups: list[dict[str, Run]] = []
     for name, run in zip(names, runs, strict=True):
-        for group in groups:
-            pair = [next(iter(group.values())), run]
-            if {difference["key"] for difference in config_differences(pair, ["first", "other"])} <= {"seed"}:
-                group[name] = run
-                break
-        else:
+        group = next((group for group in groups if _is_of(next(iter(group.values())), run)), None)
+        if group is None:
             groups.append({name: run})
+        else:
+            group[name] = run
     recipes = [_recipe(group) for group in groups]
     if all(len(recipe.seeds) < 2 for recipe in recipes):
         return ()
@@ -39,20 +40,44 @@ def recipes_of(runs: Sequence[Run], names: Sequence[str]) -> tuple[Recipe, ...]:
     return tuple(r if uses[r.name] == 1 else replace(r, name=next(iter(r.seeds))) for r in recipes)
 
 
-def recipes_on_set(recipes: Sequence[Recipe], windows: Mapping[str, WindowResults]) -> tuple[RecipeOnSet, ...]:
-    """Each recipe on one set, compared with the first; `windows` are those of each run that measured it."""
+def _is_of(first: Run, other: Run) -> bool:
+    if any(event["event"] == "schedule_edit" for run in (first, other) for event in run.events):
+        return False
+    if _began_with(first) != _began_with(other):
+        return False
+    return {found["key"] for found in config_differences([first, other], ["first", "other"])} <= {"seed"}
+
+
+def _began_with(run: Run) -> tuple[Any, ...] | None:
+    """What tells the first parameters of a run from those of others; None: they are of its seed."""
+    lineage = run.start["lineage"]
+    return lineage and tuple(lineage.get(key) for key in ("run", "started_at", "step", "fingerprint"))
+
+
+def recipes_on_set(
+    recipes: Sequence[Recipe], windows: Mapping[str, WindowResults], tokens: Mapping[str, int] | None
+) -> tuple[RecipeOnSet, ...]:
+    """Each recipe on one set, compared with the first; `windows` are those of each run that measured it.
+
+    `tokens`: how many each of these runs had been trained on. Of a recipe those count that have as many as most of them
+    have, or the more. None: they may differ, as those of golds do.
+    """
     first: tuple[str, np.ndarray] | None = None
     found = []
     for recipe in recipes:
-        results = [windows[run] for run in recipe.seeds if run in windows]
-        if not results:
+        used = [run for run in recipe.seeds if run in windows]
+        if tokens is not None and used:
+            num = Counter(tokens[run] for run in used)
+            usual = max(num, key=lambda of: (num[of], of))
+            used = [run for run in used if tokens[run] == usual]
+        if not used:
             continue
-        nats_RN = np.array([of_run.nats_N for of_run in results], np.float64)
-        tokens_N, document_N = results[0].tokens_N, results[0].document_N
+        nats_RN = np.array([windows[run].nats_N for run in used], np.float64)
+        tokens_N, document_N = windows[used[0]].tokens_N, windows[used[0]].document_N
         losses_R = nats_RN.sum(axis=1) / tokens_N.sum(dtype=np.int64)
         sd = float(np.std(losses_R, ddof=1)) if len(losses_R) > 1 else None
         difference = None if first is None else _difference(first, nats_RN, tokens_N, document_N)
-        found.append(RecipeOnSet(recipe.name, len(results), float(losses_R.mean()), sd, difference, None))
+        found.append(RecipeOnSet(recipe.name, tuple(used), float(losses_R.mean()), sd, difference, None))
         first = first or (recipe.name, nats_RN)
     return tuple(m if m.difference is None else replace(m, verdict=_verdict(m, found[0])) for m in found)
 
@@ -70,11 +95,11 @@ def _recipe(group: dict[str, Run]) -> Recipe:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """`small` of `small-seed0` and `small-seed1`; the first name if they do not begin alike."""
+    """`small` of `small-seed0` and `small-seed1`, or `small/0` and `small/1`; the first name if there is no such."""
     if len(names) == 1:
         return names[0]
-    begin = "".join(os.path.commonprefix([re.split(r"([-_. ]|\d+)", name) for name in names]))
-    return re.sub(r"[-_. ]+(s|seed)?[-_. ]*$", "", begin) or names[0]
+    begin = "".join(os.path.commonprefix([re.split(r"([-_. /]|\d+)", name) for name in names]))
+    return re.sub(r"[-_. /]+(s|seed)?[-_. /]*$", "", begin).rpartition("/")[2] or names[0]
 
 
 def _difference(
@@ -92,11 +117,11 @@ def _difference(
 def _verdict(now: RecipeOnSet, before: RecipeOnSet) -> str:
     """The difference between two recipes on one set in one sentence that can stand alone."""
     between = now.difference
-    ours, theirs = (f"{of.recipe} ({counted(of.num_runs, 'seed')})" for of in (now, before))
+    ours, theirs = (f"{of.recipe} ({counted(len(of.runs), 'seed')})" for of in (now, before))
     for who, of in ((ours, now), (theirs, before)):
         if not math.isfinite(of.loss):
             return f"no verdict: not every loss of {who} is a number"
-    if single := [of.recipe for of in (now, before) if of.num_runs < 2]:
+    if single := [of.recipe for of in (now, before) if len(of.runs) < 2]:
         differs = f"{ours} differs from {theirs} by {signed(between.delta)} {NATS}"
         return f"no verdict: {differs}, but what another seed does is not known of {' and '.join(single)}"
     if between.interval is None:
