@@ -119,7 +119,7 @@ def evaluate(
     for name in texts:
         counts = found[name][1] | dict.fromkeys(unknown)
         warnings += [_read_warning(evalsets[name], source, count, own) for source, count in counts.items()]
-    past = past_runs(saved.ledger["lineage"]) if texts else []
+    past = past_runs(saved.ledger["lineage"], Path(run)) if texts else []
     warnings += _read_before(past, config, {name: evalsets[name] for name in texts}, store_dir, saved.tokenizer)
     warnings += file_warnings({f"eval set {name}": text for name, text in texts.items()})
     warnings += size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new})

@@ -237,14 +237,17 @@ def read_before(
     And why that is not known, or not all of it; None if it is.
     """
     if past.directory is None:
-        return {}, "that run is no longer there"
+        return {}, "that run is not found where it was, or cannot be read"
     try:
         resolved = past.directory.resolved()
         own = read_json(past.directory.tokenizer / "tokenizer.json").get("fingerprint") == tokenizer.fingerprint
         its_tokenizer = tokenizer if own else load_tokenizer(past.directory.tokenizer)
-        its_config = config_from_json({section: resolved[section] for section in config.to_json()})
+        its_config = config_from_json({name: resolved[name] for name in config.to_json() if name in resolved})
+    except InputError:  # nothing else needs either
+        return {}, "its config or its tokenizer cannot be read"
+    try:
         found, unknown = find_trained_on(config, names, its_config, past.streams, store_dir, tokenizer, its_tokenizer)
-    except (KeyError, InputError):  # of a config that is damaged, or of text that changed: nothing else needs either
+    except InputError:  # of text that changed
         found, unknown = {}, list(past.streams)
     changed = f"its text of {first_of(unknown, MOST_WARNED)} has changed, or is not prepared here"
     return found, changed if unknown else None

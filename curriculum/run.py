@@ -151,6 +151,16 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     return directory
 
 
+def run_near(given: str, near: Path) -> RunDirectory | None:
+    """The run that a lineage calls `given`, a path relative to the folder where a run at `near` was started.
+
+    It is looked for in each folder above `near`, then in the working folder; None if there is no run.
+    """
+    folders = (*near.resolve().parents, Path())
+    places = (RunDirectory(folder / Path(given).expanduser()) for folder in folders)
+    return next((place for place in places if place.has_config), None)
+
+
 def absent(path: Path) -> str:
     """That a run directory does not exist, and which one may be meant, as the end of a message; empty if it exists."""
     if os.path.lexists(path):

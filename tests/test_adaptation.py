@@ -601,7 +601,9 @@ def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):
     )
     resolved = json.loads(Path("clauses/config.resolved.json").read_text())
     Path("clauses/config.resolved.json").write_text(json.dumps(resolved | {"train": {"steps": 4, "of_another": 1}}))
-    assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [unknown]
+    assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [
+        "unknown whether clauses was trained on documents of the eval sets: its config or its tokenizer cannot be read"
+    ]
     Path("clauses/config.resolved.json").write_text(json.dumps(resolved))
     Path("clauses.jsonl").write_text("".join(lines[:39]))  # now another text
     assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [unknown]
@@ -633,7 +635,7 @@ def test_documents_that_a_run_further_back_was_trained_on_are_told(folder):
     [gone] = [warning for warning in plan(last, store_dir="store").warnings if "trained on" in warning]
     assert gone == (
         "unknown whether oldest, where the model of between comes from, was trained on documents of the eval sets: that "
-        "run is no longer there"
+        "run is not found where it was, or cannot be read"
     )
     again = evaluate("between", eval_dataset_dirs=["again=seen.jsonl"], sets=["again"], store_dir="store")
     assert again.warnings[0].startswith("unknown how many documents of again oldest, where the model comes from, was")

@@ -26,7 +26,7 @@ from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
-from curriculum.schema.adaptation import find_base
+from curriculum.schema.adaptation import LINEAGE, find_base
 from curriculum.schema.mesh import MeshConfig
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import abstract_on_mesh, make_mesh
@@ -341,5 +341,11 @@ def test_an_export_knows_the_run_that_it_was_made_of(folder):
     assert compared.runs[0]["step"] == 1  # what was exported, though the run went on
 
     tensors = load_file("exported/model.safetensors")  # another program writes them anew
-    save_file(tensors, "exported/model.safetensors", {"format": "pt"})
-    assert find_base("exported").lineage(False)["lineage"] is None
+    of_run = find_base("exported").exported_from
+    bad = [{**of_run, key: value} for key, value in (("step", "4"), ("step", -1), ("started_at", 3), ("init_from", "a\n"),
+           ("chat", 3), ("chat", {"x": 1}), ("mixture", [1]), ("mixture", {"law": "x"}), ("lineage", {}), ("run", None))]  # fmt: skip
+    for noted in (None, "", "{", "3", "[]", "{}", "[" * 100_000, *map(json.dumps, bad)):
+        save_file(tensors, "exported/model.safetensors", {"format": "pt"} | ({} if noted is None else {LINEAGE: noted}))
+        assert find_base("exported").exported_from is None, noted
+    save_file(tensors, "exported/model.safetensors", {LINEAGE: json.dumps(of_run)})
+    assert find_base("exported").exported_from == of_run

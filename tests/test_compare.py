@@ -124,7 +124,7 @@ def test_runs_that_differ_in_their_seeds_are_taken_together(tmp_path):
         ("low", {"low-seed0": 0, "low-seed1": 1, "low-seed2": 2}),
     ]
     high, low = found.sets[0].recipes
-    assert (high.num_runs, high.difference, high.verdict) == (2, None, None)
+    assert (high.runs, high.difference, high.verdict) == (("high-seed0", "high-seed1"), None, None)
     assert high.loss == pytest.approx(3.1) and high.sd == pytest.approx(0.02**0.5)
     assert low.loss == pytest.approx(2.2) and low.sd == pytest.approx(0.2)
     # SE^2 = 0.02 / 2 + 0.04 / 3, with 2.882 degrees of freedom by Satterthwaite; no document differs.
@@ -149,7 +149,9 @@ def test_runs_that_differ_in_their_seeds_are_taken_together(tmp_path):
     assert row[:4] == ["low", "3", "2.2000", "0.2000"]
     assert f"val: {low.verdict}" in lines
     assert not any("low-seed1 at step 100 is" in line for line in lines)  # no verdicts on single runs
-    assert any(line.startswith("Recipes are runs whose configs differ in the seed alone") for line in lines)
+    assert any(
+        line.startswith("Recipes are runs that began alike and whose configs differ in the seed") for line in lines
+    )
     told = found.to_json()
     assert told["recipes"][1]["seeds"] == {"low-seed0": 0, "low-seed1": 1, "low-seed2": 2}
     assert told["sets"][0]["recipes"][1]["difference"]["against"] == "high"
@@ -160,9 +162,9 @@ def test_runs_that_differ_in_their_seeds_are_taken_together(tmp_path):
     "losses, said",
     [
         (
-            {"low": [2.0, 2.2], "high": [2.1]},
-            "low (2 seeds) differs from high-seed0 (1 seed) by +0.0000 nats per token, but what another seed does is "
-            "not known of high-seed0",
+            {"low": [2.0, 2.2], "mid": [2.1], "high": [2.1, 2.2]},
+            "mid-seed0 (1 seed) differs from high (2 seeds) by -0.0500 nats per token, but what another seed does is "
+            "not known of mid-seed0",
         ),
         ({"low": [2.0, math.nan], "high": [2.1, 2.2]}, "no verdict: not every loss of low (2 seeds) is a number"),
         ({"low": [2.0, 2.2], "high": [2.1, 2.2]}, "% of its variance comes from the seeds"),
@@ -171,15 +173,14 @@ def test_runs_that_differ_in_their_seeds_are_taken_together(tmp_path):
 )
 def test_what_seeds_do_not_show_is_said(tmp_path, losses, said):
     recipe_runs(tmp_path, losses)
-    [verdict] = [line for line in table(compare([tmp_path])) if line.startswith("val: ")]
-    assert said in verdict
+    assert said in "\n".join(line for line in table(compare([tmp_path])) if line.startswith("val: "))
 
 
 def test_no_seed_counts_twice(tmp_path):
     runs = recipe_runs(tmp_path, {"low": [2.0, 2.2], "high": [2.1, 2.2]})
     change_config(write_run(tmp_path / "again", {"val": lambda _: 5.0}), seed=1, optim={"lr": 1e-4})
     found = compare([*runs, tmp_path / "again"])
-    assert found.recipes[0].repeats == {"again": "low-seed1"} and found.sets[0].recipes[0].num_runs == 2
+    assert found.recipes[0].repeats == {"again": "low-seed1"} and len(found.sets[0].recipes[0].runs) == 2
     assert "again has the seed of low-seed1, of the same recipe: it does not count in low" in notes(found)
     assert compare([runs[1], tmp_path / "again"]).recipes == ()  # one seed: no recipe of several
 
@@ -189,6 +190,68 @@ def test_recipes_that_begin_alike_are_called_by_their_first_runs(tmp_path):
     for run, name in zip(runs, ("x-1", "x-2", "x-3", "x-4"), strict=True):
         run.rename(tmp_path / name)
     assert [recipe.name for recipe in compare([tmp_path]).recipes] == ["x-1", "x-3"]
+
+
+def test_a_recipe_in_folders_is_called_by_its_folder(tmp_path):
+    runs = recipe_runs(tmp_path, {"low": [2.0, 2.2], "high": [2.1, 2.2]})
+    for run in runs:
+        recipe, _, seed = run.name.partition("-")
+        (tmp_path / recipe).mkdir(exist_ok=True)
+        run.rename(tmp_path / recipe / seed)
+    found = compare([tmp_path / "low", tmp_path / "high"])
+    assert [recipe.name for recipe in found.recipes] == ["low", "high"]
+
+
+def test_with_a_single_recipe_of_several_seeds_runs_are_told_apart(tmp_path):
+    recipe_runs(tmp_path, {"low": [2.0, 2.2], "high": [2.5]})
+    told = [line for line in table(compare([tmp_path])) if line.startswith("val: ")]
+    assert len(told) == 2 and told[0].startswith("val: low-seed0 at step 100 is better than high-seed0 at step 100 by")
+
+
+def test_runs_of_a_recipe_count_after_the_same_number_of_tokens(tmp_path):
+    recipe_runs(tmp_path, {"low": [2.0, 2.2, 2.4], "high": [3.0, 3.2]})
+    from_low = begun(tmp_path / "from_low", "low-seed0", 40)  # so that low-seed0 enters at step 40
+    found = compare(
+        [tmp_path / "high-seed0", tmp_path / "high-seed1", *(tmp_path / f"low-seed{i}" for i in range(3)), from_low]
+    )
+    low = found.sets[0].recipes[1]
+    assert low.runs == ("low-seed1", "low-seed2") and low.loss == pytest.approx(2.3)
+    assert "val: low-seed0 does not count in low: measured after another number of tokens" in notes(found)
+
+
+def test_runs_that_began_with_other_parameters_or_were_edited_are_no_recipe(tmp_path):
+    edit = {40: [("schedule_edit", {"changes": []})]}
+    started = [lineage("base", 40) | {"started_at": f"2026-01-01T00:00:0{i}+00:00"} for i in (0, 0, 1)]
+    for name, seed, more, start in (
+        ("a", 0, None, None), ("b", 1, None, None), ("edited", 2, edit, None),
+        ("c", 0, None, started[0]), ("d", 1, None, started[1]), ("other-base", 2, None, started[2]),
+    ):  # fmt: skip
+        run = write_run(tmp_path / name, {"val": lambda step: 3.0}, more=more, start={"lineage": start})
+        change_config(run, seed=seed)
+    assert [[*recipe.seeds] for recipe in compare([tmp_path]).recipes] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["edited"],
+        ["other-base"],
+    ]
+
+
+def test_a_base_is_known_though_another_run_is_where_it_was(tmp_path):
+    start = "2026-11-27T12:00:00+01:00"
+    base = write_run(tmp_path / "w2", {"val": lambda step: 3.0}, complete={"started_at": start})
+    was = lineage("current", 40) | {"started_at": start}
+    adapted = write_run(
+        tmp_path / "w3", {"val": lambda step: 2.0}, start={"lineage": was}, complete={"started_at": "later"}
+    )
+    for now_there in ("w2", "w3"):  # a link that is moved to the newest run
+        (tmp_path / "current").unlink(missing_ok=True)
+        (tmp_path / "current").symlink_to(now_there)
+        assert began_at(load_run(adapted), load_run(base)) == 40
+    twin = write_run(tmp_path / "twin", {"val": lambda step: 3.0}, complete={"started_at": start})  # in the same second
+    assert began_at(load_run(adapted), load_run(twin)) == 40  # nothing tells it from the one that is meant
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").symlink_to("w2")
+    assert began_at(load_run(adapted), load_run(twin)) is None
 
 
 def test_a_run_without_an_eval_is_left_out(tmp_path, pair):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ from curriculum.model.formats.hf_weights import INDEX, stored_tensors, weights_m
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.parsing.typed import Limits
 from curriculum.record.queries import base_directory
+from curriculum.run import run_near
 from curriculum.run_directory import RunDirectory, step_folders
 from phases.clocks import percentage
 from phases.schedule import Phase, segments_from_json
@@ -96,7 +98,8 @@ class Base:
     def past_runs(self) -> list[PastRun]:
         """The runs in which the checkpoint's parameters were trained, its own first."""
         streams = {name: of["stream"] for name, of in self.ledger["sources"].items() if of["tokens_drawn"]}
-        return [PastRun(self.init_from, self.directory, streams), *past_runs(self.ledger["lineage"])]
+        before = past_runs(self.ledger["lineage"], self.directory.path)
+        return [PastRun(self.init_from, self.directory, streams), *before]
 
     @property
     def chat(self) -> Template | None:
@@ -132,7 +135,7 @@ class HfBase:
     @property
     def past_runs(self) -> list[PastRun]:
         """The runs in which the parameters were trained, the latest first, as far as the folder tells."""
-        return past_runs(self.exported_from)
+        return past_runs(self.exported_from, self.folder)
 
     @property
     def chat(self) -> Template | None:
@@ -177,24 +180,27 @@ class PastRun:
     streams: dict[str, str] | None
 
 
-def past_runs(lineage: Mapping[str, Any] | None) -> list[PastRun]:
-    """The runs of a lineage, the latest first. Nothing tells what a Hugging Face folder was trained on: it is none."""
+def past_runs(lineage: Mapping[str, Any] | None, near: Path) -> list[PastRun]:
+    """The runs of the lineage of a run or a folder at `near`, the latest first.
+
+    Nothing tells what a Hugging Face folder was trained on: it is none.
+    """
     found = []
     while lineage is not None:
         if lineage.get("kind") != "hf":
-            found.append(_past_run(lineage))
+            found.append(_past_run(lineage, near))
         lineage = lineage["lineage"]
     return found
 
 
-def _past_run(lineage: Mapping[str, Any]) -> PastRun:
+def _past_run(lineage: Mapping[str, Any], near: Path) -> PastRun:
     given, step = base_directory(lineage), lineage["step"]
-    run = _run_at(Path(os.path.abspath(os.path.expanduser(given))), given)
-    for place in () if run is None else run.places:
-        for later in checkpoint_steps(place):  # the ledger of any step from there on knows what was read until then
-            with suppress(InputError, KeyError):
-                ledger = read_ledger(place / str(later))
-                if later >= step and ledger["history"]["started_at"] == lineage["started_at"]:
+    run = run_near(given, near)
+    with suppress(InputError, KeyError, TypeError, ValueError):  # of one that is damaged nothing is known
+        for place in () if run is None else run.places:
+            for later in checkpoint_steps(place):  # the ledger of any step from there on tells what was read until then
+                ledger = read_ledger(place / str(later)) if later >= step else None
+                if ledger is not None and ledger["history"]["started_at"] == lineage["started_at"]:
                     return PastRun(given, run, _streams_read(ledger, step))
     return PastRun(given, None, None)
 
@@ -295,8 +301,34 @@ def _hf_base(folder: Path, given: str) -> HfBase:
         problems.append(f"{folder / DEFINITION_NAME}: is missing (the tokenizer in the format of `tokenizers`); {fix}")
     if problems:
         raise InputError(*problems)
-    noted = weights_metadata(folder).get(LINEAGE)
-    return HfBase(given, folder, hf_model_type(folder), model, noted and json.loads(noted))
+    return HfBase(given, folder, hf_model_type(folder), model, _noted_lineage(weights_metadata(folder)))
+
+
+def _noted_lineage(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """The lineage in the metadata of weights; None if there is none, or none in the form that `export` writes.
+
+    The folder may come from anybody.
+    """
+    try:
+        noted = lineage = json.loads(metadata.get(LINEAGE, "null"))
+        while lineage is not None:
+            texts = [lineage["init_from"], lineage["model_type" if lineage.get("kind") == "hf" else "run"]]
+            if lineage.get("kind") != "hf":
+                datetime.fromisoformat(lineage["started_at"])
+                if type(lineage["step"]) is not int or lineage["step"] < 0:
+                    return None
+            if not all(isinstance(text, str) and text.isprintable() for text in texts):
+                return None
+            if "chat" in lineage:
+                Template.from_json(lineage["chat"])
+            if (mixture := lineage.get("mixture")) is not None and not all(
+                0 <= share <= 1 for share in mixture.values()
+            ):
+                return None
+            lineage = lineage["lineage"]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+    return noted
 
 
 def _as_given(path: Path, given: str) -> Path:

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.events import eval_sets
 from curriculum.record.queries import base_directory
-from curriculum.run import Run
-from curriculum.run_directory import RunDirectory
+from curriculum.run import Run, load_run, run_near
 
 
 def began_at(run: Run, base: Run) -> int | None:
     """The step of `base` whose parameters `run`, or a run in its lineage, began with; None if none did.
 
-    A lineage names its base by the path as it was given, relative to the folder where training was started. The path
-    is resolved against each folder above `run`, then against the working folder; the first that holds a run counts,
-    unless that run was begun after the one that would have begun with its parameters. If none does, as the base was
-    moved, its name and the time of its start count.
+    A lineage names its base by its name, the time of its start and the path as it was given. If the run at that path is
+    the one that is meant, it alone is; else, as the base was moved or another run is in its place, any run of that name
+    and time is. Of a base that does not tell when it was begun only the path and the order of the starts decide.
     """
     path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
-    its_start = datetime.fromisoformat(base.start["timestamp"])
+    if path == wanted:
+        return None
+    its_start, timestamp = _started_at(base), datetime.fromisoformat(base.start["timestamp"])
     began, lineage = run.start["timestamp"], run.start["lineage"]
-    while lineage and path != wanted:
-        if lineage.get("run") == base.resolved["name"] and its_start <= datetime.fromisoformat(began):
-            given = Path(base_directory(lineage)).expanduser()
-            places = ((folder / given).resolve() for folder in (*path.parents, Path()))
-            there = next((place for place in places if RunDirectory(place).has_config), None)
-            if wanted == there or (there is None and lineage.get("started_at") == (_started_at(base) or "")):
+    while lineage:
+        if lineage.get("run") == base.resolved["name"]:
+            there = run_near(base_directory(lineage), path)
+            is_there = there is not None and there.path.resolve() == wanted
+            meant = lineage.get("started_at")
+            if None in (its_start, meant):
+                is_base = is_there and timestamp <= datetime.fromisoformat(began)
+            elif there is not None and there.path.resolve() != path and _started_at(load_run(there.path)) == meant:
+                is_base = is_there
+            else:
+                is_base = its_start == meant
+            if is_base:
                 return lineage["step"]
         began, lineage = lineage.get("started_at", began), lineage["lineage"]  # a folder began at no time
     return None
