@@ -265,6 +265,11 @@ def test_remembered_options_come_first_and_a_new_directory_wins(folder):
     assert config.command_line == ["--set train.steps=7", "--dataset-dir law=b.txt"]
 
 
+def test_a_directory_is_remembered_to_its_last_blank(folder):
+    Path("b ").write_text("other")
+    assert load(GOOD, dataset_dirs=["law=b "]).command_line == ["--dataset-dir law=b "]
+
+
 def test_what_a_directory_replaced_is_told_with_what_gives_it_again(folder):
     Path("b.txt").write_text("other")
     told = [f"--dataset-dir {name}=b.txt replaced all of sources.{name}" for name in ("web", "law")]
@@ -431,6 +436,7 @@ def test_variables_that_nothing_uses_are_resolved_too(folder):
     [
         [f"'${{variables.v{i}}}${{variables.v{i}}}'" for i in range(1, 31)],  # doubles with each
         [f"$variables.v{i}" for i in range(1, 501)],
+        [f"a${{variables.v{i}}}" for i in range(1, 501)],
         ["{k: " * 40 + f"$variables.v{i}" + "}" * 40 for i in range(1, 13)],
     ],
 )

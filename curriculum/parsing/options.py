@@ -55,10 +55,10 @@ def apply_options(
             else:
                 read_override(data, origin, value)
         elif flag == "--dataset-dir":
-            name = _take_directory(value, _table(data, "sources"), "sources", option, origin)
+            name = _take_directory(flag, value, _table(data, "sources"), "sources", origin)
             added.append(name)
         elif flag == "--eval-dataset-dir":
-            _take_directory(value, _table(_table(data, "evalsets"), "sets"), "evalsets.sets", option, origin)
+            _take_directory(flag, value, _table(_table(data, "evalsets"), "sets"), "evalsets.sets", origin)
         elif flag == "--init-from":
             _table(data, "adaptation")["init_from"] = value
             origin.given_by("adaptation.init_from", option)
@@ -89,12 +89,12 @@ def _drop_eval_set(name: str, override: str, data: dict, origin: Origin, is_reme
         del sets[name]
 
 
-def _take_directory(value: str, entries: dict, path: str, option: str, origin: Origin) -> str:
+def _take_directory(flag: str, value: str, entries: dict, path: str, origin: Origin) -> str:
     """Put a directory in the place of the source or eval set of that name, which is returned."""
     name, _, directory = value.partition("=")
     replaced = entries.get(name)
     entries[name] = {"path": directory}
-    origin.given_by(f"{path}.{name}", option)
+    origin.given_by(f"{path}.{name}", f"{flag} {value}")
     if isinstance(replaced, dict):
         origin.replaced[f"{path}.{name}"] = replaced
     return name

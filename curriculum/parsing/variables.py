@@ -34,7 +34,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
     try:
         substitution.replaced(variables, "variables")
         replaced = substitution.replaced(rest, "")
-    except _Endless:
+    except (_Endless, RecursionError):
         limits = f"more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels"
         return rest, [("variables", f"expand to {limits}; nest variables in each other less")]
     bad_names = [
