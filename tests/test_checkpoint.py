@@ -52,6 +52,13 @@ def whole(place):
     return place / "whole"
 
 
+def test_a_gold_is_hard_links_of_the_checkpoint_of_its_step(whole):
+    files = [path for path in (whole / "gold/12").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        assert path.samefile(whole / "checkpoints/12" / path.relative_to(whole / "gold/12")), path
+
+
 @pytest.fixture
 def run(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "run"))

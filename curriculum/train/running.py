@@ -63,8 +63,9 @@ class Running:
     def keep(self, done: int, folders: Iterable[Checkpoints], offsets: Mapping[str, int] | None = None) -> None:
         """Save the run after `done` updates in folders other than `checkpoints/`.
 
-        `offsets`: the length of the record that belongs to the step's own checkpoint, if it has one, which is saved
-        first. Continuing from any of these copies then gives the same record.
+        `offsets`: the length of the record that belongs to the step's own checkpoint, if it has one, whose save has
+        just been started. Continuing from any of these copies then gives the same record; in a single process they are
+        hard links of it.
         """
         for checkpoints in folders:
             with self.clock.paused(self.state):
@@ -72,7 +73,10 @@ class Running:
                 try:
                     if done in from_first(checkpoints.steps):  # a copy of this step from before an eval set was added
                         checkpoints.delete(done)
-                    self.save_in(checkpoints, done, offsets or self.offsets())
+                    if offsets is not None and count() == 1:
+                        checkpoints.save_as(self.checkpoints)
+                    else:
+                        self.save_in(checkpoints, done, offsets or self.offsets())
                     if checkpoints is self.best.kept:
                         self.best.note_keeping(done, self.history.gold)
                 except OSError as error:

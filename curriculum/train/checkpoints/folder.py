@@ -136,6 +136,20 @@ class Checkpoints:
             raise self._failure(step, error) from None
         self._pending = step, in_turn.submit(self._write, step, sound)
 
+    def save_as(self, other: Checkpoints) -> None:
+        """Start to keep the step whose save in `other` has just been started, by hard links once it is on disk.
+
+        For a single process. Fails as that save does. Waits for the save before.
+        """
+        self.wait()
+        step, saving = other._pending
+        self._pending = step, in_turn.submit(self._adopt_saved, saving, other.directory / str(step))
+
+    def _adopt_saved(self, saving: Future, folder: Path) -> None:
+        saving.result()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.adopt(folder)
+
     def _begin(self, step: int, items: ocp.args.Composite) -> None:
         if together.is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
