@@ -682,3 +682,20 @@ def test_saves_of_several_folders_follow_one_another(tmp_path):
         assert place.steps() == list(range(1, 9))
         assert all(damage(place.directory / str(step)) is None for step in place.steps())
     assert [load_params(tmp_path / f"mean{step}")["w"][0] for step in range(1, 9)] == list(range(1, 9))
+
+
+def test_a_resume_with_other_software_is_told(place, run, monkeypatch, capsys):
+    begun = load_run(run).start["software"]
+    assert begun["jax"] == jax.__version__ and begun["jax_enable_x64"] == "False" and len(begun["code"]) == 16
+    longer = {"steps": 13, "batch_size": 4, "seq_len": 32}
+    other = {**begun, "jax": "0.0.1", "XLA_FLAGS": "--xla_x=1", "code": "0" * 16}
+    monkeypatch.setattr("curriculum.train.fields.software", lambda: other)
+    tiny_train(place, run, 10, train=longer)
+    [resumed] = [event for event in load_run(run).events if event["event"] == "resume"]
+    assert resumed["software"] == other and resumed["software_changed"] == {
+        "jax": [jax.__version__, "0.0.1"], "XLA_FLAGS": [begun["XLA_FLAGS"], "--xla_x=1"], "code": [begun["code"], "0" * 16],
+    }  # fmt: skip
+    told = f"goes on with other software, perhaps not bit for bit: jax {jax.__version__} → 0.0.1, XLA_FLAGS "
+    assert told in (out := capsys.readouterr().out) and "→ --xla_x=1, the code of curriculum" in out
+    tiny_train(place, run, 10, train={**longer, "steps": 14})  # with the same as the start before
+    assert "software_changed" not in [event for event in load_run(run).events if event["event"] == "resume"][-1]

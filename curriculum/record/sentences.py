@@ -62,10 +62,18 @@ def verdict(event: dict[str, Any]) -> str | None:
                 f"gold/{gold['step']} is lost ({gold['why']}): the search for a gold checkpoint starts over"
                 for gold in event.get("gold_lost", [])
             ]
+            if changed := event.get("software_changed"):
+                back.append(f"goes on with other software, perhaps not bit for bit: {_changed(changed)}")
             plan = event["plan"]
             branch = f", a branch of {plan['branched_from']['run']}" if event.get("begins_branch") else ""
             return "; ".join([f"resumed at step {step} of {plan['total_steps']}{branch}", *back])
     return None
+
+
+def _changed(software: Mapping[str, Sequence[str | None]]) -> str:
+    """`jax 0.10.2 → 0.12.0, the code of curriculum`."""
+    told = {name: f"{name} {was or 'none'} → {now or 'none'}" for name, (was, now) in software.items()}
+    return ", ".join((told | {"code": "the code of curriculum"} if "code" in told else told).values())
 
 
 def new_offenders(event: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.resuming.going_back import Rollback
-from curriculum.train.setup import Setup
+from curriculum.train.setup import Setup, software
 from curriculum.train.step import TrainState, read_window
 from curriculum.train.watch import Evaluated
 from evalsets.metrics import WindowResults, clusters, summarise
@@ -31,12 +31,23 @@ from phases.schedule import Schedule
 _BRANCH_POINT = ("run", "step", "id", "branched_from")
 
 
+class Before(NamedTuple):
+    """What the record told before it was cut back: the step of its last row, and the `software` of the newest start.
+
+    Each is None if nothing that can be read tells it.
+    """
+
+    trained_to: int | None = None
+    software: dict[str, str] | None = None
+
+
 def training_start(setup: Setup) -> dict[str, Any]:
     return {
         "config": setup.config.to_json(),
         "model": {**setup.model.architecture, **_sizes(setup)},
         "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
+        "software": software(),
         "lineage": setup.lineage,
         "sources": setup.corpus.details,
         "evalsets": _evalsets(setup),
@@ -53,12 +64,12 @@ def resumption(
     bad: BadGolds,
     edits: Sequence[Mapping[str, Any]],
     begins_branch: bool,
-    trained_to: int | None,
+    before: Before,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The events, as (name, fields), that record how training continues after `step`.
 
-    `trained_to`: the last step that the record had a row of before it was cut back to `step`.
-    A new run, which has neither a step nor a rollback, has none.
+    `before`: what the record told before it was cut back to `step`. A new run, which has neither a step nor a rollback,
+    has none.
     """
     if step is None and rollback is None:
         return []
@@ -73,9 +84,17 @@ def resumption(
         event = "rollback", {**rollback.event, **going_on}
     else:
         gold_lost = [{"step": gold, "why": why} for gold, why, lost in bad if lost]
-        again = trained_to if trained_to is not None and trained_to > step else None
-        told = {"damaged": list(damaged), "gold_lost": gold_lost, "begins_branch": begins_branch, "trained_to": again}
-        event = "resume", {**going_on, **{key: found for key, found in told.items() if found}}
+        now, was = software(), before.software
+        told = {
+            "damaged": list(damaged),
+            "gold_lost": gold_lost,
+            "begins_branch": begins_branch,
+            "trained_to": before.trained_to if before.trained_to is not None and before.trained_to > step else None,
+            "software_changed": {}
+            if was is None
+            else {name: [was.get(name), now[name]] for name in now if was.get(name) != now[name]},
+        }
+        event = "resume", {**going_on, "software": now, **{key: found for key, found in told.items() if found}}
     return [event, *(("schedule_edit", dict(edit)) for edit in edits)]
 
 

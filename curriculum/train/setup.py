@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
 # What processes must share: versions, and settings of jax, as environment variables make them, that change a program.
+_HOUSE = Path(__file__).parents[2]
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _SETTINGS = (
     "jax_enable_x64",
@@ -275,7 +277,7 @@ def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | Non
         "what the run begins from": lineage,
     }
     texts = {name: json.dumps(value, sort_keys=True).encode() for name, value in found.items()}
-    return _program(Path(__file__).parents[2]) | {n: xxhash.xxh3_64_hexdigest(text) for n, text in texts.items()}
+    return _program(_HOUSE) | {n: xxhash.xxh3_64_hexdigest(text) for n, text in texts.items()}
 
 
 def _program(house: Path) -> dict[str, str]:
@@ -283,12 +285,28 @@ def _program(house: Path) -> dict[str, str]:
 
     Processes that compile different programs may wait for each other forever.
     """
-    code = xxhash.xxh3_64()
-    for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
-        code.update(path.read_bytes())
     return {
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         **{f"the version of {package}": version(package) for package in _COMPARED},
         **{f"jax's setting {name}": str(getattr(jax.config, name)) for name in _SETTINGS},
-        "the code of curriculum": code.hexdigest(),
+        "the code of curriculum": _code(house),
+    }
+
+
+def _code(house: Path) -> str:
+    """A digest of the code."""
+    code = xxhash.xxh3_64()
+    for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
+        code.update(path.read_bytes())
+    return code.hexdigest()
+
+
+def software() -> dict[str, str]:
+    """What the bits of a run hang on beside its config, text and devices: with another one it goes on otherwise."""
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in _COMPARED},
+        **{name: str(getattr(jax.config, name)) for name in _SETTINGS},
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "code": _code(_HOUSE),
     }

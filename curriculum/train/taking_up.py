@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,17 @@ from curriculum.errors import InputError
 from curriculum.record.board import Board
 from curriculum.record.commands import resume_command
 from curriculum.record.console import Console
-from curriculum.record.events import EVENTS, METRICS, Record, View, check_offsets, cut_record, last_row, plain
+from curriculum.record.events import (
+    EVENTS,
+    METRICS,
+    Record,
+    View,
+    check_offsets,
+    cut_record,
+    last_row,
+    plain,
+    read_events,
+)
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory, write_tokenizer
@@ -200,13 +210,14 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
     write_tokenizer(directory, setup.corpus.tokenizer)
 
 
-def trained_to(directory: RunDirectory) -> int | None:
-    """The step of the last row of the record, from before it is cut back; None if there is none that can be read."""
-    try:
+def before(directory: RunDirectory) -> fields.Before:
+    """What the record of a run that is taken up tells, before it is cut back."""
+    row, events = None, []
+    with suppress(InputError):
         row = last_row(directory.path)
-    except InputError:
-        return None
-    return row and row["step"]
+    with suppress(InputError):
+        events = read_events(directory.path)
+    return fields.Before(row and row["step"], next((e["software"] for e in reversed(events) if "software" in e), None))
 
 
 def record_as_of(

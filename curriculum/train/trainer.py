@@ -111,7 +111,7 @@ def train_built(
             if complete := from_first(lambda: taking_up.finished(setup, directory, checkpoints, resumed, edit)):
                 return complete
         stop = at_end.enter_context(StopSignals())
-        record, damaged, trained_to = None, None, None
+        record, damaged, before = None, None, fields.Before()
         edits = [*(() if rollback is None else rollback.edits), *([] if edit is None else [edit])]
         while True:
             step = None if resumed is None else resumed.step
@@ -120,7 +120,7 @@ def train_built(
                 history = replace(history, rollbacks=tuple(rollback.rollbacks))
             with taking_up.writable(directory):
                 if record is None:  # at first
-                    trained_to = taking_up.trained_to(directory)
+                    before = taking_up.before(directory)
                     damaged = taking_up.take_up(directory, lock, checkpoints, resumed, rollback)
                     if config.adaptation.lora is not None:
                         from_first(lambda: keep_base(directory, setup.lineage))
@@ -128,7 +128,7 @@ def train_built(
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():
                 run = Running(setup, directory, record, checkpoints, best, state, history)
-                on = fields.resumption(setup, state, step, rollback, damaged, bad, edits, begins_branch, trained_to)
+                on = fields.resumption(setup, state, step, rollback, damaged, bad, edits, begins_branch, before)
                 try:
                     worse = _begin(run, step, on)
                     run.stop = stop
