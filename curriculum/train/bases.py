@@ -7,7 +7,6 @@ began from. Its lineage keeps their digest, so that adapters are never combined 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -120,9 +119,12 @@ def keep_base(directory: RunDirectory, lineage: Mapping[str, Any]) -> None:
         return
     to.parent.mkdir(exist_ok=True)
     clear_killed(to.parent, to)
-    with suppress(OSError, shutil.Error, ValueError), scratch(to.parent, to) as folder:
-        for part in ("ledger", "params"):
-            shutil.copytree(base.checkpoint / part, folder / part, copy_function=os.link)
+    with suppress(OSError, ValueError), scratch(to.parent, to) as folder:
+        for file in (path for part in ("ledger", "params") for path in (base.checkpoint / part).rglob("*")):
+            if file.is_file():
+                link = folder / file.relative_to(base.checkpoint)
+                link.parent.mkdir(parents=True, exist_ok=True)  # which their owner may delete, whatever the base's may
+                os.link(os.path.realpath(file), link)
         write_part_of(folder, base.checkpoint, ("ledger/", "params/"))
         rename_whole(folder, to)
 

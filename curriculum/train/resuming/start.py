@@ -14,6 +14,7 @@ from curriculum.disk.manifest import damage
 from curriculum.errors import FROM_WORKING_FOLDER, InputError, shown
 from curriculum.find_checkpoint import find_checkpoint
 from curriculum.model.formats.hf_weights import hf_fingerprint
+from curriculum.record.queries import base_directory
 from curriculum.run_directory import RunDirectory, telling_where_started
 from curriculum.schema.adaptation import Base, HfBase, find_base, same_place
 from curriculum.train.processes.together import from_first
@@ -98,8 +99,8 @@ def found_again(
 ) -> Base | HfBase:
     """What a run of this lineage began from; `part` of a checkpoint is verified, as in `damage`.
 
-    A checkpoint that its run has deleted is looked for in `frozen/` of `directory`, where `keep_base` puts it. Raises
-    InputError if it is gone or damaged.
+    A checkpoint is looked for first in `frozen/` of `directory`, where `keep_base` puts it: its run may have deleted
+    it, or be gone. Raises InputError if it is gone or damaged.
     """
     of_folder, given = lineage.get("kind") == "hf", lineage["init_from"]
     what = f"the {lineage['model_type']} model" if of_folder else f"step {lineage['step']} of run {lineage['run']}"
@@ -118,13 +119,11 @@ def _folder(given: str) -> HfBase:
 
 def _checkpoint(given: str, step: int, part: str | tuple[str, ...], user: RunDirectory | None) -> Base:
     """The checkpoint of that step, in whichever folder the run, or the one that uses it, keeps it."""
-    path = Path(os.path.abspath(os.path.expanduser(given)))
-    runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
-    run = next((run for run in runs if run.has_config), None)
+    path = Path(os.path.abspath(os.path.expanduser(base_directory({"init_from": given}))))
+    run = RunDirectory(path) if RunDirectory(path).has_config else None
+    if user is not None and damage(user.frozen / str(step), part) is None:
+        return Base(given, run or user, step, user.frozen / str(step))
     if run is None:
         what = "holds no run any more: its config.resolved.json is missing" if path.exists() else "is gone"
         raise InputError(f"{given!r} {what} ({FROM_WORKING_FOLDER})")
-    deleted = not any((place / str(step)).exists() for place in run.places)
-    if deleted and user is not None and damage(user.frozen / str(step), part) is None:
-        return Base(given, run, step, user.frozen / str(step))
     return Base(given, run, *find_checkpoint(run, step, option="step", part=part))
