@@ -62,6 +62,10 @@ def test_bad_rows_of_a_file_are_named_together(tmp_path):
     rows = ['{"text": "x"}', "not json", '{"text": 7}', "", '{"text": "y"}', '{"body": "z"}']
     told = refused(write(tmp_path / "a.jsonl", "\n".join(rows))).splitlines()
     assert [line.partition(": ")[0] for line in told] == [f"{tmp_path}/a.jsonl:{number}" for number in (2, 3, 6)]
+    pieces = read_pieces(SourceConfig(path=str(tmp_path / "a.jsonl")))
+    assert next(pieces).text == "x"
+    with pytest.raises(InputError):  # nothing of the rows behind a bad one
+        next(pieces)
     many = refused(write(tmp_path / "b.jsonl", "[]\n" * 30)).splitlines()
     assert len(many) == MOST_BAD_ROWS + 1 and many[-1] == f"{tmp_path}/b.jsonl: its other rows were not looked at"
 

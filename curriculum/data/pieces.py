@@ -31,6 +31,7 @@ from curriculum.errors import InputError, nearest
 # memory.
 PIECE_BYTES = 1 << 16
 MOST_BAD_ROWS = 20  # of a file that an error names
+MOST_LOOKED_AT = 100_000  # rows after the first bad one, as nothing tells meanwhile how far it has come
 
 # A place where a text may be cut without changing its ids under any published byte-pair pattern: between two words,
 # before the space, or at the start of a line that begins with a letter. Each of those patterns starts a new token
@@ -64,8 +65,8 @@ def read_pieces(source: SourceConfig, template: Template = AS_TEXT) -> Iterator[
     two words), JSONL one line at a time, tables as `open_table` says, the hub's rows as `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
-    without an answer. After a row that cannot be read the rest of its file is only checked, so that the error names
-    the first MOST_BAD_ROWS of them.
+    without an answer. After a row that cannot be read the next ones of its file are only checked, so that the error
+    names up to MOST_BAD_ROWS of them.
     """
     if source.hf is not None:
         yield from _hub_rows(source, template)
@@ -205,22 +206,33 @@ def _of_json_row(line: bytes, source: SourceConfig, template: Template, where: s
 
 def _of_all_rows(rows: Iterable[Callable[[], list[Piece]]], where: str) -> Iterator[Piece]:
     """The pieces of a file's rows; each is read by a call. A file without rows is an empty document."""
-    wrong: list[str] = []
-    read = None
+    rows, read = iter(rows), None
     for read in rows:
         try:
             pieces = read()
         except InputError as error:
-            wrong += error.problems
-            if len(wrong) >= MOST_BAD_ROWS:
-                raise InputError(*wrong, f"{where}: its other rows were not looked at") from error
-            continue
-        if not wrong:
-            yield from pieces
-    if wrong:
-        raise InputError(*wrong)
+            raise InputError(*error.problems, *_more_bad_rows(rows, where)) from error
+        yield from pieces
     if read is None:
         yield Piece("", True, 0, where)
+
+
+def _more_bad_rows(rows: Iterator[Callable[[], list[Piece]]], where: str) -> list[str]:
+    """What is wrong in the rows of a file that follow a bad one, as far as they are looked at."""
+    wrong: list[str] = []
+    try:
+        for read in islice(rows, MOST_LOOKED_AT):
+            try:
+                read()
+            except InputError as error:
+                wrong += error.problems
+                if len(wrong) >= MOST_BAD_ROWS - 1:
+                    break
+        if next(rows, None) is not None:
+            wrong.append(f"{where}: its other rows were not looked at")
+    except InputError as error:  # of a file that ends badly
+        wrong += error.problems
+    return wrong
 
 
 def _decoded(line: bytes, source: SourceConfig, where: str) -> dict:

@@ -43,7 +43,8 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
         except InputError:
             raise
         except UnicodeDecodeError as error:
-            got = f"a text of columns {', '.join(keys)} is not valid UTF-8 ({error.reason}: {error.object[:40]!r})"
+            around = error.object[max(error.start - 20, 0) : error.start + 20]
+            got = f"a text of columns {', '.join(keys)} is not valid UTF-8 ({error.reason}: {around!r})"
             raise InputError(f"{path}: {got}; write the file again with valid text") from error
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise InputError(f"{path}: {error}; expected a complete {kind} file") from error
