@@ -637,6 +637,13 @@ def test_documents_that_a_run_further_back_was_trained_on_are_told(folder):
         "unknown whether oldest, where the model of between comes from, was trained on documents of the eval sets: that "
         "run is not found where it was, or cannot be read"
     )
+    train(build_config(base | {"evalsets": sets}), "oldest", store_dir="store")  # another run in its place
+    resolved = Path("oldest/checkpoints/4/ledger/metadata").read_text()
+    began = json.loads(resolved)["history"]["started_at"]
+    later = resolved.replace(began, "2999-01-01T00:00:00+00:00")  # both may have begun within a second
+    Path("oldest/checkpoints/4/ledger/metadata").write_text(later)
+    shutil.rmtree("oldest/checkpoints/2")
+    assert [w for w in plan(last, store_dir="store").warnings if "trained on" in w] == [gone]
     again = evaluate("between", eval_dataset_dirs=["again=seen.jsonl"], sets=["again"], store_dir="store")
     assert again.warnings[0].startswith("unknown how many documents of again oldest, where the model comes from, was")
 

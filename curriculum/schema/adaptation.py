@@ -30,7 +30,7 @@ from curriculum.record.queries import base_directory
 from curriculum.run import run_near
 from curriculum.run_directory import RunDirectory, step_folders
 from phases.clocks import percentage
-from phases.schedule import Phase, segments_from_json
+from phases.schedule import Phase, Schedule, segments_from_json
 
 if TYPE_CHECKING:
     from curriculum.config import Config
@@ -197,18 +197,18 @@ def _past_run(lineage: Mapping[str, Any], near: Path) -> PastRun:
     given, step = base_directory(lineage), lineage["step"]
     run = run_near(given, near)
     with suppress(InputError, KeyError, TypeError, ValueError):  # of one that is damaged nothing is known
-        for place in () if run is None else run.places:
-            for later in checkpoint_steps(place):  # the ledger of any step from there on tells what was read until then
-                ledger = read_ledger(place / str(later)) if later >= step else None
-                if ledger is not None and ledger["history"]["started_at"] == lineage["started_at"]:
-                    return PastRun(given, run, _streams_read(ledger, step))
+        there = {} if run is None else {later: place for place in run.places for later in checkpoint_steps(place)}
+        for later in sorted(there):  # the ledger of any step from there on tells what was read until then
+            ledger = read_ledger(there[later] / str(later)) if later >= step else None
+            if ledger is not None and ledger["history"]["started_at"] == lineage.get("started_at"):
+                return PastRun(given, run, _streams_read(ledger, step))
     return PastRun(given, None, None)
 
 
 def _streams_read(ledger: Mapping[str, Any], step: int) -> dict[str, str]:
     """By source, the `stream` of what the first `step` updates of a run read of it."""
-    read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
-    return {name: of["stream"] for name, of in ledger["sources"].items() if name in read and of["tokens_drawn"]}
+    cursors = Schedule(segments_from_json(ledger["segments"])).cursors_at(step)
+    return {name: of["stream"] for name, of in ledger["sources"].items() if cursors.get(name)}
 
 
 def chat_of(resolved: Mapping[str, Any], ledger: Mapping[str, Any], step: int) -> Template | None:

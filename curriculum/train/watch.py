@@ -360,7 +360,7 @@ def _changed_between(setup: Setup, before: int, now: int) -> dict[str, Any]:
     config, course = setup.config, setup.course
     mixture_then, mixture_now = course.mixture_at(before), course.mixture_at(now)
     if before == 0 and setup.lineage is not None:  # what the parameters of step 0 were trained on
-        mixture_then = setup.lineage.get("mixture") or mixture_then  # a folder has none
+        mixture_then = setup.lineage.get("mixture") or mixture_then  # a folder may have none
     shares = {
         source: [mixture_then.get(source, 0.0), mixture_now.get(source, 0.0)]
         for source in dict.fromkeys([*config.sources, *mixture_then, *mixture_now])  # some may be gone from the config
