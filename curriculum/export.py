@@ -30,6 +30,7 @@ from curriculum.model.formats.peft import write_peft
 from curriculum.model.formats.safetensors_writer import DTYPES, rounded_all, write_safetensors
 from curriculum.model.presets import ModelConfig
 from curriculum.record.events import EVENTS, read_events
+from curriculum.record.queries import base_directory
 from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import Weights, chosen_again, find_weights, ledger_beside
@@ -110,7 +111,9 @@ def export(
 
     metadata = {"step": str(step), "weights": weights}
     if kind == "hf":  # the one that a run can begin from
-        metadata[LINEAGE] = json.dumps(lineage_at(str(run), directory.resolved(), ledger, step))
+        metadata[LINEAGE] = json.dumps(
+            _published(lineage_at(os.path.normpath(run), directory.resolved(), ledger, step))
+        )
     with _refusals_told(output):
         place.mkdir(parents=True, exist_ok=True)
         with scratch(place, output) as folder:
@@ -130,6 +133,15 @@ def export(
             else:
                 folder.replace(new)
     return step
+
+
+def _published(lineage: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A lineage for others to read: of absolute paths, which tell of this machine and its users, the last name."""
+    if lineage is None:
+        return None
+    given = base_directory(lineage)
+    where = os.path.basename(given) if os.path.isabs(os.path.expanduser(given)) else lineage["init_from"]
+    return {**lineage, "init_from": where, "lineage": _published(lineage["lineage"])}
 
 
 def _kind(run: Path, format: str, *, has_adapters: bool, merge: bool) -> str:

@@ -450,7 +450,7 @@ def test_a_folder_for_transformers(run, hf_folder):
         metadata = file.metadata()
     lineage = json.loads(metadata.pop("curriculum.lineage"))
     assert metadata == {"format": "pt", "step": "4", "weights": "raw"}
-    assert (lineage["init_from"], lineage["step"], lineage["mixture"]) == (str(run), 4, {"web": 1.0})
+    assert (lineage["init_from"], lineage["step"], lineage["mixture"]) == (run.name, 4, {"web": 1.0})
     config = json.loads((hf_folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 257
     assert config["dtype"] == "float32" and config["bos_token_id"] == config["eos_token_id"] == 256
