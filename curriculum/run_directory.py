@@ -8,7 +8,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,8 +206,9 @@ def telling_where_started(run: RunDirectory | None) -> Iterator[None]:
     except InputError as error:
         away = any(FROM_WORKING_FOLDER in problem for problem in error.problems)
         started_in = away and run is not None and read_json(run.resolved_config).get("derived", {}).get("started_in")
-        if not started_in or started_in == os.getcwd():
-            raise
+        with suppress(OSError):  # of a working folder that was removed
+            if not started_in or started_in == os.getcwd():
+                raise
         hint = f"the run {run.path} was started in {started_in}: start this command there, if what is missing is there"
         raise InputError(*error.problems, details=[*error.details, hint]) from None
 

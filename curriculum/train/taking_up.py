@@ -204,8 +204,9 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
         **fields.derived(setup),
         "store_dir": setup.store_dir,
         "own_optimizer": setup.config.optim.users_own,
-        "started_in": os.getcwd(),
     }
+    with suppress(OSError):  # of a folder that was removed
+        derived["started_in"] = os.getcwd()
     directory.create(setup.config, derived, plain(setup.model.architecture))
     write_tokenizer(directory, setup.corpus.tokenizer)
 

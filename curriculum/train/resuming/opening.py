@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ def claim(
     if directory.holds_run():
         lock.take()
     resumed, under_way = going_back.to_continue(directory, resume)
-    begins = resume is not None and resumed is None and under_way is None
-    if begins and not step_folders(directory.checkpoints):  # damaged ones are reported
-        print(nothing_to_resume(directory), file=sys.stderr)
+    if resume is not None and resumed is None and under_way is None:
+        told = nothing_to_resume(directory)
+        if not step_folders(directory.checkpoints):  # damaged ones are reported
+            print(told, file=sys.stderr)
     if under_way is None:
         print(*(f"{line}\n" for line in resumed_from_copy(directory, resume, resumed)), sep="", end="", file=sys.stderr)
     return resumed, under_way
@@ -89,11 +90,11 @@ def check_apart(config: Config, directory: RunDirectory) -> None:
 def nothing_to_resume(directory: RunDirectory) -> str:
     """The message when a run was to be resumed, but begins.
 
-    Raises InputError if by its record there were checkpoints, which are not even in `superseded/`: it would begin anew
-    only because the disk that they are on is away.
+    Raises InputError if by its record there were checkpoints, of which there are not even damaged ones: it would begin
+    anew only because the disk that they are on is away.
     """
     saved = saved_steps(directory)
-    if saved and not any((directory.superseded / str(step)).exists() for step in saved):
+    if saved and not (step_folders(directory.checkpoints) or _were_set_aside(directory, saved)):
         raise InputError(
             f"{directory.checkpoints}: holds no checkpoint, nor do {directory.gold} and {directory.kept}, but the "
             f"record has those of {counted(len(saved), 'step')} up to {saved[-1]}: if they were moved, or their disk "
@@ -102,6 +103,13 @@ def nothing_to_resume(directory: RunDirectory) -> str:
         )
     there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
     return f"{directory.path}: {there}: nothing to resume; the run starts at step 0"
+
+
+def _were_set_aside(directory: RunDirectory, steps: Iterable[int]) -> bool:
+    """Whether a start that was killed moved checkpoints to `superseded/`, before it did the same with the record."""
+    last_written = (directory.path / EVENTS).stat().st_mtime
+    places = [directory.superseded / str(step) for step in steps]
+    return any(place.exists() and place.stat().st_ctime >= last_written for place in places)
 
 
 def tell_new_name(config: Config, directory: RunDirectory) -> None:
