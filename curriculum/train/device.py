@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from curriculum.errors import InputError
@@ -95,8 +96,9 @@ def cache_compiled(store_dir: str | Path) -> None:
         return
     folder = cache_folder(store_dir)
     for path in Path(folder).glob("*-cache"):
-        if not path.stat().st_size:  # of a full disk; jax would never write it again
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # another process may be quicker
+            if not path.stat().st_size:  # of a full disk; jax would never write it again
+                path.unlink()
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
