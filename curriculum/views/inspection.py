@@ -59,6 +59,8 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
             check_ends(path, read_ledger(run.directory.checkpoints / str(steps[-1]))["offsets"])
         except InputError as error:
             problems += error.problems
+        except (KeyError, TypeError):
+            problems.append(f"{run.directory.checkpoints / str(steps[-1])}: its ledger cannot be read")
     longer = longer_from(plan, {step for place in checkpoints.values() for step in place})
     newest_first = run.events[::-1]
     return {
