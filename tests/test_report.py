@@ -629,6 +629,8 @@ def test_recipes_of_several_seeds_have_a_table(tmp_path):
     page = Checked(report([load_run(run) for run in runs]))
     assert page.has_row("val", "low", "2", "2.0050", "0.0071")
     assert any(row.startswith("high | 2 | 3.0050 | 0.0071 | +1.0000") for row in page.rows)
+    of_high = next(row for row in report([load_run(run) for run in runs]).split("<tr") if ">high<" in row)
+    assert 'class="n bad"' in of_high
     assert "val: high (2 seeds) is worse than low (2 seeds) by 1.0000 nats per token" in "".join(page.text)
 
 

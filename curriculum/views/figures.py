@@ -385,7 +385,6 @@ def _marks(axes: Axes, curve: Curve) -> None:
 
 def _end_labels(axes: Axes, curves: Sequence[Curve], ends: Sequence[str]) -> None:
     """A text right of each line, and a stroke from its end to it; texts that would overlap are moved apart."""
-    gap = 14.0
     wanted = []
     for curve, text in zip(curves, ends, strict=True):
         finite = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if math.isfinite(y)]
@@ -393,6 +392,7 @@ def _end_labels(axes: Axes, curves: Sequence[Curve], ends: Sequence[str]) -> Non
             wanted.append((*axes.transData.transform(finite[-1]), text, curve.color))
     wanted.sort(key=lambda each: each[1])
     box = axes.get_window_extent()
+    gap = min(14.0, box.height / max(len(wanted) - 1, 1))
     groups: list[tuple[float, int]] = []  # texts that touch: where the first would be, on average, and how many
     for i, (_, y, *_) in enumerate(wanted):
         at, num = y - gap * i, 1

@@ -138,8 +138,10 @@ def _overlays(
         curves = []
         of_runs = {measured.run for measured in compared.runs}
         for number, (name, run) in enumerate(zip(names, runs, strict=True), start=1):
+            if name not in of_runs:
+                continue
             points = [point for point in eval_points(run.events).get(compared.name, ()) if point.bpb is not None]
-            if name in of_runs and points:
+            if points:
                 curves.append(eval_curve(name, colors[name], points, drawn[0].x, "bpb", end=f"{number}"))
         title = f"bits per byte of {compared.name}, {listed([curve.label for curve in curves])}"
         svg = figures.eval_chart(title, curves, x_label=drawn[0].x)
