@@ -1,7 +1,6 @@
 """Progress of a long job: one line that updates in place on a terminal, else a line every PLAIN_SECONDS."""
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -51,12 +50,18 @@ class ConsoleProgress:
             return
         line = f"{self._label}: {progress_text(done, total, elapsed_seconds, self._unit)}"
         if self._terminal:  # a line that wraps could not be overwritten
-            most = None if finished else shutil.get_terminal_size().columns - 1
+            most = None if finished else self._num_columns() - 1
             line = f"\r\x1b[K{line[:most]}"
         with suppress(OSError):  # the terminal may be closed, or its disk full: what is under way needs neither
             self._stream.write(line + "\n" * (finished or not self._terminal))
             self._stream.flush()
         self._last, self._shown = now, True
+
+    def _num_columns(self) -> int:
+        """The terminal's width: COLUMNS or its own, as standard output may be another one or none."""
+        with suppress(OSError, ValueError):
+            return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 80
 
 
 def progress_text(done: int, total: int | None, elapsed_seconds: float, unit: Unit = MEGABYTES) -> str:
