@@ -76,7 +76,7 @@ def branch(
     at, step, saved = fork.at, fork.step, fork.saved
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     if step < at:
-        check_between(trunk, config, saved, fork.whole, at, fork.checkpoint_steps)
+        check_between(trunk, config, saved, fork.whole, at, sorted(fork.folders))
     check_offsets(trunk.directory.path, saved["offsets"])
     check_apart(config, directory)
     past = _past(fork, config)
@@ -117,16 +117,20 @@ class _Fork:
 
     checkpoint: what the branch starts from, the trunk's newest one at or before `at` that verifies.
     saved: its ledger.
-    newest: the ledger of the trunk's newest checkpoint that verifies.
-    checkpoint_steps: of every checkpoint of the trunk, ascending.
+    folders: every checkpoint of the trunk, by step.
     """
 
     trunk: Run
     at: int
     checkpoint: Path
     saved: Mapping[str, Any]
-    newest: Mapping[str, Any]
-    checkpoint_steps: list[int]
+    folders: Mapping[int, Path]
+
+    @cached_property
+    def newest(self) -> Mapping[str, Any]:
+        """The ledger of the trunk's newest checkpoint that verifies. Its files are read for that."""
+        later = [step for step in self.folders if step > self.at]
+        return read_ledger(_newest_whole(self.folders, later) or self.checkpoint)
 
     @property
     def step(self) -> int:
@@ -148,8 +152,7 @@ def _fork(trunk: Run, at: int) -> _Fork:
     """Raises InputError if the trunk has no checkpoint at or before `at` that verifies."""
     folders = _checkpoints(trunk.directory)
     checkpoint = _checkpoint_before(trunk, folders, at)
-    newest = _newest_whole(folders, [step for step in folders if step > at]) or checkpoint
-    return _Fork(trunk, at, checkpoint, read_ledger(checkpoint), read_ledger(newest), sorted(folders))
+    return _Fork(trunk, at, checkpoint, read_ledger(checkpoint), folders)
 
 
 def _past(fork: _Fork, config: Config) -> Past:
