@@ -178,6 +178,10 @@ def test_the_difference_of_two_recipes_by_hand():
     assert found.df_seeds == pytest.approx(2.882, abs=1e-3)
     assert found.sem_text == pytest.approx(math.sqrt(0.01 / 19))
     # With t of 19 degrees of freedom from a printed table; that of 2.882 lies between 3.182 (of 3) and 4.303 (of 2).
+    alike = difference_of_recipes(
+        now_RN[:1].repeat(2, 0), before_RN[:1].repeat(2, 0), np.ones(20, np.int64), np.arange(20)
+    )
+    assert alike.sem_seeds == 0 and alike.half_width(0.025) == pytest.approx(2.0930 * found.sem_text, rel=1e-4)
     t_seeds = math.sqrt(found.half_width(0.025) ** 2 - 2.093**2 * 0.01 / 19) / found.sem_seeds
     assert 3.182 < t_seeds < 3.4
 

@@ -159,6 +159,11 @@ def notes(comparison: ComparedRuns) -> list[str]:
         for pair in comparison.begun
         if pair["step"] != comparison.base_steps[pair["base"]]
     ]
+    if comparison.common is None:
+        lines.append(
+            "Golds are the best of many evals, most often by one of these losses: they look the better the more evals "
+            "there were, and the less even they are"
+        )
     lines += _measured_before(comparison)
     of_bases = [{pair["run"], pair["base"]} for pair in comparison.begun]
     unequal = [

@@ -57,12 +57,12 @@ def _began_with(run: Run) -> tuple[Any, ...] | None:
 def recipes_on_set(
     recipes: Sequence[Recipe], windows: Mapping[str, WindowResults], tokens: Mapping[str, int] | None
 ) -> tuple[RecipeOnSet, ...]:
-    """Each recipe on one set, compared with the first; `windows` are those of each run that measured it.
+    """Each recipe on one set, compared with the first that has several runs there; `windows` are those of each run.
 
     `tokens`: how many each of these runs had been trained on. Of a recipe those count that have as many as most of them
     have, or the more. None: they may differ, as those of golds do.
     """
-    first: tuple[str, np.ndarray] | None = None
+    nats: dict[str, np.ndarray] = {}
     found = []
     for recipe in recipes:
         used = [run for run in recipe.seeds if run in windows]
@@ -72,14 +72,21 @@ def recipes_on_set(
             used = [run for run in used if tokens[run] == usual]
         if not used:
             continue
-        nats_RN = np.array([windows[run].nats_N for run in used], np.float64)
-        tokens_N, document_N = windows[used[0]].tokens_N, windows[used[0]].document_N
-        losses_R = nats_RN.sum(axis=1) / tokens_N.sum(dtype=np.int64)
+        nats[recipe.name] = np.array([windows[run].nats_N for run in used], np.float64)
+        losses_R = nats[recipe.name].sum(axis=1) / windows[used[0]].tokens_N.sum(dtype=np.int64)
         sd = float(np.std(losses_R, ddof=1)) if len(losses_R) > 1 else None
-        difference = None if first is None else _difference(first, nats_RN, tokens_N, document_N)
-        found.append(RecipeOnSet(recipe.name, tuple(used), float(losses_R.mean()), sd, difference, None))
-        first = first or (recipe.name, nats_RN)
-    return tuple(m if m.difference is None else replace(m, verdict=_verdict(m, found[0])) for m in found)
+        found.append(RecipeOnSet(recipe.name, tuple(used), float(losses_R.mean()), sd, None, None))
+    if not found:
+        return ()
+    first = next((m for m in found if len(m.runs) > 1), found[0])
+    of_first = windows[first.runs[0]]
+    for i, m in enumerate(found):
+        if m is not first:
+            before = first.recipe, nats[first.recipe]
+            difference = _difference(before, nats[m.recipe], of_first.tokens_N, of_first.document_N)
+            compared = replace(m, difference=difference)
+            found[i] = replace(compared, verdict=_verdict(compared, first))
+    return tuple(found)
 
 
 def _recipe(group: dict[str, Run]) -> Recipe:
