@@ -684,6 +684,27 @@ def test_saves_of_several_folders_follow_one_another(tmp_path):
     assert [load_params(tmp_path / f"mean{step}")["w"][0] for step in range(1, 9)] == list(range(1, 9))
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch, moved):
+    log = trainer.log
+
+    def gone_at_5(run, done):
+        log(run, done)
+        if done == 5:
+            run_dir.rename(tmp_path / "elsewhere") if moved else shutil.rmtree(run_dir)
+
+    monkeypatch.setattr(trainer, "log", gone_at_5)
+    run_dir = tmp_path / "run"
+    with pytest.raises(InputError, match="run: was moved or removed while the run trained; if it is elsewhere"):
+        tiny_train(place, run_dir, logging={"every": 5, "tensorboard": False})
+    if moved:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        (tmp_path / "elsewhere").rename(run_dir)
+        monkeypatch.undo()
+        tiny_train(place, run_dir, "latest", logging={"every": 5, "tensorboard": False})
+        assert load_run(run_dir).complete["step"] == 12
+
+
 def test_a_resume_with_other_software_is_told(place, run, monkeypatch, capsys):
     begun = load_run(run).start["software"]
     assert begun["jax"] == jax.__version__ and begun["jax_enable_x64"] == "False" and len(begun["code"]) == 16

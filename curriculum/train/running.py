@@ -10,7 +10,7 @@ from curriculum.errors import InputError
 from curriculum.record.events import Record
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.best import BestCheckpoints
-from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed, cannot_be_saved
+from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed, cannot_be_saved, gone
 from curriculum.train.clock import TrainClock
 from curriculum.train.history import History
 from curriculum.train.processes.together import count, from_first
@@ -56,7 +56,12 @@ class Running:
         return from_first(on_disk)
 
     def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
-        """Start saving the run after `done` updates; `offsets` are the lengths of its record."""
+        """Start saving the run after `done` updates; `offsets` are the lengths of its record.
+
+        Raises InputError if the run's directory was moved or removed meanwhile.
+        """
+        if not from_first(lambda: self.directory.has_config):
+            raise gone(self.directory.path)
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
 

@@ -22,7 +22,7 @@ from curriculum.disk.durable import rename_whole, sync
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.run_directory import link_or_copy, step_folders
+from curriculum.run_directory import RunDirectory, link_or_copy, step_folders
 from curriculum.train.checkpoints.arrays import disk_error, in_turn, load_params
 from curriculum.train.checkpoints.finite import check_finite
 from curriculum.train.checkpoints.quiet import quiet_failed_saves
@@ -203,7 +203,11 @@ class Checkpoints:
             if together.count() > 1:
                 return cannot_be_saved(self.directory / str(step), error)
             return SaveFailed(error, f"{self.directory.name}/{step}")
-        return error
+        return (
+            error
+            if self.directory.exists() and RunDirectory(self.directory.parent).has_config
+            else gone(self.directory.parent)
+        )
 
     def wait(self) -> None:
         """Return once every save is on disk. Raises what made one fail, once."""
@@ -323,6 +327,14 @@ def restore(folder: Path, like: TrainState) -> TrainState:
 def baselines_in(folder: Path) -> dict[str, np.ndarray]:
     """The `baselines` of a checkpoint as they were given to `save`, on the host."""
     return {name: np.asarray(nats_BN) for name, nats_BN in load_params(folder / "baselines").items()}
+
+
+def gone(run_dir: Path) -> InputError:
+    """The error of a run whose directory is not where it was."""
+    return InputError(
+        f"{run_dir}: was moved or removed while the run trained; if it is elsewhere, move it back, and continue with "
+        "--resume latest"
+    )
 
 
 def cannot_be_saved(folder: Path, error: OSError) -> InputError:
