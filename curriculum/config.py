@@ -239,7 +239,9 @@ def build_config(
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
     checks = [*CHECKS, *(PATH_CHECKS if check_paths else [])]
     if trains:
-        checks += TRAIN_CHECKS if continues is not None else [*TRAIN_CHECKS, *ROW_CHECKS]
+        checks += TRAIN_CHECKS
+    if trains and continues is None:
+        checks += ROW_CHECKS
     if check_paths and not (own and "tokenizer" in values and own.keeps_tokenizer(_plain(values["tokenizer"]))):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}

@@ -87,8 +87,10 @@ def _gold_step(
             f"a copy, or give a step (available: {there})"
         )
     named = last_gold(events or [])
-    if named is None or named["step"] in saved:
-        return named and named["step"]
+    if named is None:
+        return None
+    if named["step"] in saved:
+        return named["step"]
     missing = directory.gold / str(named["step"])
     if trained_by(directory.path):
         before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in saved]

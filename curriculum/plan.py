@@ -229,11 +229,10 @@ def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int, first
     }
     num = {name: due[name] + (name in first) for name in due}
     averages = config.averages
-    measured = dict(num)
-    for name in measured:
-        if averages.phase_mean is not None:
-            measured[name] += sum(end > trained for end in schedule.phase_ends)
-        if averages.ema_decay is not None:
+    num_means = 0 if averages.phase_mean is None else sum(end > trained for end in schedule.phase_ends)
+    measured = {name: num[name] + num_means for name in num}
+    if averages.ema_decay is not None:
+        for name in measured:
             measured[name] += num[name] if trained else due[name]  # at step 0 there is none
     known = None not in sizes.evalset_tokens.values()
     return {

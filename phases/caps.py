@@ -62,7 +62,7 @@ def phase_segments(
         if supply.on_exhaust == "stop":
             if step == 0:
                 raise _nothing_to_train_on(name, supply)
-            # Without those that are exhausted at this very step, no update goes on.
+            # No update follows that would go on without those that are exhausted at this very step.
             warnings += _told(phase, [(at, other) for at, other in exhausted if at < step])
             why = f"the run stops at step {step}: {name} is limited to {supply.cap_text}"
             if over_by_rounding:

@@ -147,12 +147,12 @@ def lr_pieces(
     """
     decay = _global_decay(schedule, warmup_steps, decay_steps, total_steps=spans[-1].end)
     pieces: list[LrPiece] = []
-    if spans[0].program is None:
+    is_global = spans[0].program is None
+    if is_global:
         if warmup_steps:
             pieces.append(LrPiece(0, warmup_steps, "linear", 0.0, schedule.lr, warmup=True))
         if warmup_steps < spans[-1].end:
             pieces += _held_then_decayed(warmup_steps, schedule.lr, decay)
-    is_global = spans[0].program is None
     for span in spans:
         start = span.start
         if span.program is None and is_global:

@@ -153,12 +153,13 @@ def _turns(messages: object, key: str, template: Template) -> Iterator[Stretch]:
     if not isinstance(messages, list):
         raise InputError(f"{key!r} holds {type_name(messages)}; expected a list of messages with role and content")
     for number, message in enumerate(messages):
-        _check_message(message, f"{key}[{number}]", template)
+        place = f"{key}[{number}]"
+        _check_message(message, place, template)
         role = message["role"]
         introduction, close = template.around[role]
         scored = role == "assistant" and message.get("weight") != 0
         yield from introduction
-        yield Stretch(checked_text(message["content"], f"{key}[{number}].content"), scored)
+        yield Stretch(checked_text(message["content"], f"{place}.content"), scored)
         yield from (part._replace(scored=scored) for part in close)
 
 

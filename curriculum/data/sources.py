@@ -149,7 +149,7 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
 def _without_notes(root: str, names: Sequence[str], wanted: Callable[[str], object]) -> list[str]:
     """The names of files below `root` that are `wanted`, without the notes of `datasets` and the caches of its `map`.
 
-    Raises InputError and OSError as `source_files` does.
+    Raises InputError as `source_files` does, and OSError if a note cannot be read.
     """
     listed: dict[str, set[str]] = {}  # by folder
     splits: dict[str, list[str]] = {}  # by note

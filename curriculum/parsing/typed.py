@@ -92,7 +92,8 @@ def _expected(kind: Any, given: Any) -> str:
 
 def _within(limits: Limits, kind: type, given: Any, path: str, problems: Problems) -> Any:
     """Read `given` as a number of this kind that keeps within the limits."""
-    number = read(kind, given, path, wrong := [])
+    wrong: Problems = []
+    number = read(kind, given, path, wrong)
     if not wrong and (expected := limits.broken_by(number)):
         wrong.append((path, _message(given, expected)))
     problems += wrong

@@ -416,5 +416,7 @@ def _line_and_column(mark: yaml.Mark) -> tuple[int, int]:
 
 
 def _error(origin: Origin, mark: yaml.Mark | None, message: str) -> InputError:
-    place = "{}:{}:{}".format(origin.file, *_line_and_column(mark)) if mark else origin.file
-    return InputError(f"{place}: {message}")
+    if mark is None:
+        return InputError(f"{origin.file}: {message}")
+    line, column = _line_and_column(mark)
+    return InputError(f"{origin.file}:{line}:{column}: {message}")

@@ -1,1 +1,1 @@
-"""What a run writes: the record (events.py), and the views of it: console.py, board.py and wandb_log.py."""
+"""What a run writes: the record (events.py), its views (console.py, board.py, wandb_log.py), and what they name."""
