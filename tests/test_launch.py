@@ -56,6 +56,7 @@ NOTHING = None, None, None  # is given
         ((None, 1, None), TPU_SLICE, None),
         (NOTHING, SLURM, OF_STEP),
         (NOTHING, SLURM | {"SLURM_STEP_NODELIST": "a,b"}, replace(OF_STEP, host="a")),
+        (NOTHING, SLURM | {"SLURM_JOB_ID": ""}, None),  # as of a variable that a script has emptied
         (NOTHING, SLURM | {"SLURM_STEP_NODELIST": "a-1"}, replace(OF_STEP, host="a-1")),
         # 61440 + (8200 + 4 x 1021) % 4096
         (NOTHING, SLURM | {"SLURM_STEP_ID": "4"}, replace(OF_STEP, port=65532, launched_by="SLURM's step 8200.4")),

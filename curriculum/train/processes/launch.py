@@ -144,7 +144,7 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
     The coordinator is the first machine of the step, with a port derived from the numbers of job and step; for a job's
     step 0 it is the port that jax uses.
     """
-    if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environ.keys():
+    if not all(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")):
         return None
     num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
     # Such as node3,gpu1 or rack[1-2]-node[003-007,9]-ib,gpu1: up to the first comma outside of brackets.
