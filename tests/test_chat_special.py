@@ -278,9 +278,9 @@ def test_names_that_older_code_trained_on_as_text_are_text_to_generate_and_told_
     shutil.copytree(place, older)
     for folder in (older / "checkpoints/2", older / "gold/2"):
         if folder.exists():
-            path = next(folder.glob("ledger/*"))
+            path = folder / "ledger/metadata"
             saved = json.loads(path.read_text())
-            del saved["chat_special_tokens"]
+            saved.pop("chat_special_tokens", None)  # the gold may be hard links of the checkpoint
             path.write_text(json.dumps(saved))
             write_manifest(folder)
     loaded = load_generator(older, step=2, store_dir=store_dir)

@@ -534,6 +534,7 @@ def test_a_run_that_cannot_begin_anew_ends(adapted, tmp_path, monkeypatch):
     shutil.copytree(adapted / "run", tmp_path / "run")
     places = [adapted / "base" / place for place in ("checkpoints", "gold")]
     arrays = [path for place in places for path in (place / "12/params/ocdbt.process_0/d").iterdir()]
+    arrays = {path.stat().st_ino: path for path in arrays}.values()  # the gold is hard links of the checkpoint
     whole = {path: path.read_bytes() for path in arrays}
     for path in arrays:
         flip_bit(path)
