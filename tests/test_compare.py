@@ -176,6 +176,25 @@ def test_what_seeds_do_not_show_is_said(tmp_path, losses, said):
     assert said in "\n".join(line for line in table(compare([tmp_path])) if line.startswith("val: "))
 
 
+def test_the_part_of_the_seeds_is_that_of_the_variance(tmp_path):
+    for name, seed, loss, spread in (("a", 0, 2.0, 0), ("b", 1, 2.1, 0), ("c", 0, 2.0, 0.2), ("d", 1, 2.1, 0.2)):
+        by = by_document(*(loss + spread * (-1) ** i for i in range(25)))
+        run = write_run(tmp_path / name, {"val": lambda _, by=by: by})
+        change_config(run, seed=seed, optim={"lr": 1e-3 if spread else 1e-4})
+    of_c = compare([tmp_path]).sets[0].recipes[1]
+    seeds, text = of_c.difference.sem_seeds, of_c.difference.sem_text
+    assert 0.5 < seeds / text < 2  # else a part of the error would be rounded to the same number
+    assert of_c.verdict.endswith(
+        f"; {100 * seeds**2 / (seeds**2 + text**2):.0f} % of its variance comes from the seeds"
+    )
+
+
+def test_runs_of_other_lengths_are_other_recipes(tmp_path):
+    for name, seed, steps in (("a", 0, 100), ("b", 1, 100), ("longer", 2, 200)):
+        change_config(write_run(tmp_path / name, {"val": lambda step: 3.0}), seed=seed, train={"steps": steps})
+    assert [[*recipe.seeds] for recipe in compare([tmp_path]).recipes] == [["a", "b"], ["longer"]]
+
+
 def test_no_seed_counts_twice(tmp_path):
     runs = recipe_runs(tmp_path, {"low": [2.0, 2.2], "high": [2.1, 2.2]})
     change_config(write_run(tmp_path / "again", {"val": lambda _: 5.0}), seed=1, optim={"lr": 1e-4})
