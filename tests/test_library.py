@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -31,8 +32,11 @@ from curriculum.plan import plan
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run, run_directory
 from curriculum.train.checkpoints.arrays import load_params
+from curriculum.train.divergence import Diverged
 from curriculum.train.dry_run import dry_run
+from curriculum.train.signals import Stopped
 from curriculum.train.trainer import train
+from curriculum.train.watch import RegressionStop
 from curriculum.views.compare import compare
 from curriculum.views.inspection import inspect_run
 from curriculum.views.report import write_report
@@ -477,3 +481,19 @@ def test_a_run_trains_while_jax_looks_for_nans(tmp_path):
     config = build_config(tiny_data(write_corpus(tmp_path)))
     with jax.debug_nans(True):
         assert train(config, tmp_path / "run", store_dir=tmp_path / "store")["total_steps"] == config.train.steps
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        InputError("a: wrong", "b: wrong", details=["as in c"]),
+        Stopped(2, 7),
+        Stopped(15, 7, 5, "no space left"),
+        RegressionStop(7, iter(["primary", "code"])),
+        Diverged("of\nseveral lines"),
+    ],
+)
+def test_what_train_raises_reaches_another_process_whole(raised):
+    """A pool of processes ends with every trial in it if what one of them raises cannot be read."""
+    again = pickle.loads(pickle.dumps(raised))
+    assert type(again) is type(raised) and str(again) == str(raised) and vars(again) == vars(raised)

@@ -20,16 +20,19 @@ class Stopped(Exception):
     in_every_process = True
 
     def __init__(self, signal_number: int, step: int, last_good: int | None = None, why_not: str = ""):
-        self.signal_number, self.step = signal_number, step
+        super().__init__(signal_number, step, last_good, why_not)  # what a copy in another process is made from
+        self.signal_number, self.step, self.last_good, self.why_not = signal_number, step, last_good, why_not
+
+    def __str__(self) -> str:
         saved = "which was saved"
-        if why_not:
+        if self.why_not:
             good = (
                 "there is no checkpoint yet"
-                if last_good is None
-                else f"the last good checkpoint is of step {last_good}"
+                if self.last_good is None
+                else f"the last good checkpoint is of step {self.last_good}"
             )
-            saved = f"which could not be saved ({why_not}): {good}"
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} at step {step}, {saved}")
+            saved = f"which could not be saved ({self.why_not}): {good}"
+        return f"stopped by {signal.Signals(self.signal_number).name} at step {self.step}, {saved}"
 
 
 class StopSignals:

@@ -47,13 +47,19 @@ _ABOVE_UNTRAINED = "(above the untrained model) "  # and a set's name
 
 
 class RegressionStop(Exception):
-    """Ends the run as `regression.action: stop` asks for, after its checkpoint was saved."""
+    """Ends the run as `regression.action: stop` asks for, after its checkpoint was saved.
+
+    `sets`: those that got worse, as named in the config.
+    """
 
     in_every_process = True
 
     def __init__(self, step: int, sets: Iterable[str]):
-        self.step = step
-        super().__init__(f"stopped at step {step}, which was saved: {', '.join(map(record_name, sets))} got worse")
+        self.step, self.sets = step, tuple(sets)
+        super().__init__(step, self.sets)  # what a copy in another process is made from
+
+    def __str__(self) -> str:
+        return f"stopped at step {self.step}, which was saved: {', '.join(map(record_name, self.sets))} got worse"
 
 
 class Evaluated(NamedTuple):
