@@ -111,7 +111,7 @@ def cut_windows(
     hashes, `scored` or `document_bytes` that do not match the documents; seq_len or max_sequences below 1; a bad name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise ValueError(f"eval set name {name!r}: expected letters, digits, '_' and '-' only")
+        raise ValueError(f"eval set name {name!r}: expected letters (a-z, A-Z), digits, '_' and '-' only")
     where = f"eval set '{name}'"
     if seq_len < 1:
         raise ValueError(f"{where}: seq_len is {seq_len}, expected at least 1")

@@ -11,7 +11,7 @@ from phases.lr import EXPECTED_RATE, LEAST_RATE, MOST_RATE
 from phases.schedule import Phase, SourceSupply
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of anything that becomes part of a file or folder name
-EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
+EXPECTED_NAME = "expected letters (a-z, A-Z), digits, '_' and '-', at most 100"
 _SIZES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most in a phase
 
 

@@ -26,7 +26,7 @@ class Phase:
     """A named span of optimizer steps with one mixture, or a ramp into it."""
 
     name: str
-    """Letters, digits, `_` and `-`; unique in the run."""
+    """Letters (a-z, A-Z), digits, `_` and `-`; unique in the run."""
     until: int | str
     """Exclusive end: a step, `40%` of train.steps, `1.5B tokens`, `2 epochs of SOURCE`, or `end` (last phase only)."""
     mixture: dict[str, float]

@@ -116,7 +116,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("held_out_of: web", "held_out_of: law", "source law holds nothing out; give sources.law a 'held_out' share"),
         ("{held_out_of: web}", "{}", "evalsets.primary: got none, expected exactly one of"),
         ("every: 200", "every: 150", "evalsets.sets.law.every: got 150, expected a multiple of evalsets.every (100)"),
-        ("sets: {law:", "sets: {a/b:", "evalsets.sets.a/b: got the name 'a/b', expected letters, digits"),
+        ("sets: {law:", "sets: {a/b:", "evalsets.sets.a/b: got the name 'a/b', expected letters (a-z, A-Z), digits"),
         ("sets: {law:", "sets: {law_sem:", "the name 'law_sem' is reserved for the record"),
         ("sets: {law:", "sets: {Val:", "evalsets.sets.Val: the name 'Val' is reserved for the record"),
         ("every: 200}}", "every: 200}, LAW: {held_out_of: web}}", "evalsets.sets.LAW: differs from 'law' by case alone, expected another name: each set has a folder"),
@@ -402,7 +402,10 @@ def test_a_number_inside_text_stands_there_as_it_is_written(folder):
 @pytest.mark.parametrize("name", ["a.b", "a b", "''", "é"])
 def test_a_variable_that_no_use_can_name_is_refused(folder, name):
     found = problems(VARIABLES + f"  {name}: 1\n")
-    assert f"got the name {name if name != chr(39) * 2 else ''!r}, expected letters, digits, '_' and '-'" in found[0]
+    assert (
+        f"got the name {name if name != chr(39) * 2 else ''!r}, expected letters (a-z, A-Z), digits, '_' and '-'"
+        in found[0]
+    )
     assert len(found) == 1 and found[0].startswith("c.yaml:")
 
 

@@ -214,7 +214,7 @@ def test_default_hash_order_is_of_content_alone():
         ([[1], [2]], {"scored": [None]}, "scored is given for 1 documents, expected 2"),
         ([[1], [2, 3]], {"scored": [None, np.ones(3)]}, r"document 1: scored is \[3\], expected \[2\]"),
         ([[1], []], {"scored": [np.zeros(1), None]}, "no tokens to score in 2 documents"),
-        ([[1]], {"name": "a b"}, "eval set name 'a b': expected letters, digits"),
+        ([[1]], {"name": "a b"}, r"eval set name 'a b': expected letters \(a-z, A-Z\), digits"),
         ([[1]], {"name": ""}, "eval set name ''"),
         ([[1]], {"name": "a\n"}, "eval set name"),
     ],

@@ -38,7 +38,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
         limits = f"more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels"
         return rest, [("variables", f"expand to {limits}; nest variables in each other less")]
     bad_names = [
-        (f"variables.{name}", f"got the name {name!r}, expected letters, digits, '_' and '-'")
+        (f"variables.{name}", f"got the name {name!r}, expected letters (a-z, A-Z), digits, '_' and '-'")
         for name in variables
         if not NAME.fullmatch(name)
     ]
