@@ -279,12 +279,19 @@ def _step_of(trunk: Run, at: int | str) -> int:
 
 
 def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
-    """By step, the folders of every checkpoint of a run, wherever it is kept."""
+    """By step, the folders of every checkpoint of a run, wherever it is kept; without one whose eval is still due."""
     folders: dict[int, list[Path]] = {}
     for place in directory.places:
         for step in checkpoint_steps(place):
+            if _eval_left(place / str(step)):
+                continue
             folders.setdefault(step, []).append(place / str(step))
     return folders
+
+
+def _eval_left(folder: Path) -> bool:
+    """Whether a signal ended the run in the eval of this step: what the trunk did after it is not known yet."""
+    return damage(folder, "ledger/") is None and bool(read_ledger(folder)["history"].get("eval_left"))
 
 
 def _checkpoint_before(trunk: Run, folders: Mapping[int, Sequence[Path]], at: int) -> Path:

@@ -1,5 +1,6 @@
 """All eval sets through one compiled function of one fixed shape."""
 
+import collections
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,11 @@ SumWindows = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
 _OF_THE_SET = ("tokens_N", "bytes_N", "document_N", "text_N")  # fields of WindowResults that no model decides
 _SCORES = [name.removesuffix("_N") for name in WindowResults._fields if name not in _OF_THE_SET]
 _NEEDED = [name for name in _SCORES if f"{name}_N" not in WindowResults._field_defaults]
+_UNDER_WAY = 2  # micro-batches started and not waited for, if a stop may be asked for between them
+
+
+class SuiteStopped(Exception):
+    """A measurement was left before its end, as it was asked to stop."""
 
 
 class Suite:
@@ -98,15 +104,17 @@ class Suite:
         params: Any,
         names: Iterable[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; an empty `names` gives an empty result without work.
 
         Unless `one_at_a_time`, all micro-batches are dispatched before a single wait for the results at the end. With
         `progress`, each micro-batch is waited for, and `progress` is then called with the windows done and all
-        windows. Micro-batches are looped over in Python: `lax.map` would compile their number into the
-        function, so that each set would need a compilation of its own, or as much padding as the largest set.
+        windows. With `stop`, few are under way at a time, and it is asked before each. Micro-batches are looped over in
+        Python: `lax.map` would compile their number into the function, so that each set would need a compilation of its
+        own, or as much padding as the largest set.
 
-        Raises ValueError for a name that is not in the suite.
+        Raises ValueError for a name that is not in the suite, and SuiteStopped once `stop` returns True.
         """
         names = list(self.evalsets if names is None else names)
         for name in names:
@@ -118,9 +126,17 @@ class Suite:
             size = len(self._micro_batches[content][0][0])
             num_rows += [min(size, num_windows - start) for start in range(0, num_windows, size)]
         rows_done = itertools.accumulate(num_rows)
+        under_way: collections.deque[Any] = collections.deque()
 
         def measured(arrays: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+            if stop is not None:
+                if len(under_way) == _UNDER_WAY:
+                    jax.block_until_ready(under_way.popleft())
+                if stop():
+                    raise SuiteStopped
             sums = self._sum_windows(params, *arrays)
+            if stop is not None:
+                under_way.append(sums)
             if self._one_at_a_time or progress is not None:
                 jax.block_until_ready(sums)
             if progress is not None:

@@ -314,9 +314,9 @@ def test_golds_that_no_checkpoint_needs_any_more_go_with_the_checkpoint(tmp_path
     """The loss falls up to step 4, where `checkpoints/` has step 2, whose gold is its own; at the end it has step 8."""
     measured, losses = Suite.run, iter([9.0, 8.0, 7.0, 6.0, 5.0, 6.0, 6.0, 6.0, 6.0])
 
-    def falling(self, params, names=None):
+    def falling(self, params, names=None, **how):
         loss = next(losses)
-        return {name: r._replace(nats_N=r.tokens_N * loss) for name, r in measured(self, params, names).items()}
+        return {name: r._replace(nats_N=r.tokens_N * loss) for name, r in measured(self, params, names, **how).items()}
 
     monkeypatch.setattr(Suite, "run", falling)
     write_corpus(tmp_path)

@@ -169,8 +169,8 @@ def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_i
     """While it is gone no alarm of another set tells of the one that it had."""
     measured, worse = Suite.run, set()
 
-    def run(self, params, names=None):
-        results = measured(self, params, names)
+    def run(self, params, names=None, **how):
+        results = measured(self, params, names, **how)
         name = "law" if "law" in results else "primary"
         if next(steps) in worse:
             results[name] = results[name]._replace(nats_N=3 * results[name].nats_N)
@@ -213,9 +213,9 @@ def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_i
 def test_a_set_above_the_untrained_model_raises_no_alarm_before_its_source_is_read(tmp_path, monkeypatch):
     measured, evals = Suite.run, []
 
-    def rising(self, params, names=None):
+    def rising(self, params, names=None, **how):
         """The set law rises from eval to eval; val does not change."""
-        results = measured(self, params, names)
+        results = measured(self, params, names, **how)
         evals.append(results)
         nats_N = (1 + 0.1 * len(evals)) * evals[0]["law"].nats_N
         return {"primary": evals[0]["primary"], "law": results["law"]._replace(nats_N=nats_N)}
@@ -398,13 +398,13 @@ def test_a_smallest_rise_that_is_of_the_documents_alone_will_not_become_less(tmp
     rng = np.random.default_rng(0)
     measured = Suite.run
 
-    def even(self, params, names=None):
+    def even(self, params, names=None, **how):
         def moved(r):
             own_N = rng.normal(0, 0.1, r.document_N.max() + 1)[r.document_N]
             own_N -= np.sum(own_N * r.tokens_N) / np.sum(r.tokens_N)
             return r._replace(nats_N=r.tokens_N * (3 + own_N))
 
-        return {name: moved(r) for name, r in measured(self, params, names).items()}
+        return {name: moved(r) for name, r in measured(self, params, names, **how).items()}
 
     monkeypatch.setattr(Suite, "run", even)
     evalsets = {"every": 1, "primary": {"held_out_of": "web"}}

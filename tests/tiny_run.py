@@ -111,8 +111,8 @@ def worse_from(monkeypatch, first: int, factor: float = 3.0, num_evals: float = 
     """Multiply the nats that `num_evals` evals measure by `factor`, from number `first` on; the next is number 0."""
     measured, evals = Suite.run, count()
 
-    def run(self, params, names=None):
+    def run(self, params, names=None, **how):
         scale = factor if first <= next(evals) < first + num_evals else 1.0
-        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names).items()}
+        return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names, **how).items()}
 
     monkeypatch.setattr(Suite, "run", run)

@@ -177,7 +177,8 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
     }
 
 
-_INTERNAL = ("phase", "watch", "gold", "row_step", "gold_undecided")  # fields of the history that people do not need
+# Fields of the history that people do not need.
+_INTERNAL = ("phase", "watch", "gold", "row_step", "gold_undecided", "eval_left")
 
 
 def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class History:
     rollbacks: tuple[dict[str, Any], ...] = ()
     # If a signal stopped the gate at this step's eval: the sets that stood regressed then, each with its `Regressed`.
     gold_undecided: dict[str, Any] | None = None
+    eval_left: bool = False  # whether a signal ended this step's eval, so that all that follows the update is still due
 
     @staticmethod
     def begin(setup: Setup) -> History:

@@ -27,7 +27,8 @@ from phases.replay import ReplayRefused
 class Verdict(NamedTuple):
     """What follows from an eval: the sets that raised an alarm, and the folders to keep its step's checkpoint in.
 
-    stopped_by: the signal that stopped the gate before it answered; on resume `decide_gold` asks the gate again.
+    stopped_by: the signal that ended the eval, which a resume does again, or that stopped the gate before it answered,
+        which `decide_gold` asks again on resume.
     """
 
     worse: Sequence[str] = ()

@@ -23,7 +23,7 @@ from curriculum.train.bases import keep_base
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, begin_anew, check_diverged
 from curriculum.train.judge import Verdict, decide_gold, judge
-from curriculum.train.processes.together import first_then_all, from_first, is_first, leaving_on_error
+from curriculum.train.processes.together import count, first_then_all, from_first, is_first, leaving_on_error
 from curriculum.train.resuming import going_back, ledger, opening
 from curriculum.train.resuming.edits import edit_event, find_edit
 from curriculum.train.resuming.going_back import Rollback
@@ -33,6 +33,7 @@ from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build, check_same_config
 from curriculum.train.signals import StopSignals
 from curriculum.train.watch import Evaluated, RegressionStop, transfer_matrix
+from evalsets.suite import SuiteStopped
 
 
 def train(
@@ -175,6 +176,8 @@ def _catch_up(run: Running, step: int) -> Sequence[str]:
     switches = not ends and run.history.phase != schedule.segment_at(step).phase
     if ends and run.history.row_step < step:  # the config now ends the run between two rows
         log(run, step)
+    if run.history.eval_left:  # all that follows the update of this step is done again, in `_loop`
+        return ()
     measured = run.results.read(step) if switches or ends else None
     there = run.history.watch.sets if measured is None else measured
     missing = [name for name in setup.corpus.evalsets if name not in there]
@@ -199,9 +202,11 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
     `worse`: sets that raised an alarm as the run was taken up. The checkpoint it continues from does not know that
     alarm, so `action: stop` ends the run after its first update, which is saved.
     """
-    setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
+    setup, config, clock = run.setup, run.setup.config, run.clock
     course = setup.course
     done = first
+    if run.history.eval_left:
+        _finish_step(run, done, ())
     while done < course.total_steps:
         step = done
         with clock.update():
@@ -215,29 +220,49 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
         if done % config.logging.every == 0 or at_end:
             log(run, done)  # an ordinary step's only host sync
             check_diverged(run, done)
-        names = _sets_due(config, done, course.phase_ends)
+        _finish_step(run, done, worse if step == first else ())
+    return _complete(run)
+
+
+def _finish_step(run: Running, done: int, worse: Sequence[str]) -> None:
+    """Do what is due after `done` updates and their row: eval, samples, switch, verdicts, checkpoint, or the stop.
+
+    A signal that arrives during the eval ends it. The step is saved as it was before the eval, and a resume does all of
+    this again; that checkpoint is then replaced by the one that an undisturbed run saves. `worse` as in `_loop`.
+    """
+    config, course, record = run.setup.config, run.setup.course, run.record
+    again, run.history = run.history.eval_left, replace(run.history, eval_left=False)
+    at_end = done == course.total_steps
+    names = _sets_due(config, done, course.phase_ends)
+    if again:  # sets that the config has since
+        names = [name for name in config.eval_sources if name in names or name not in run.history.watch.sets]
+    try:
         evaluated = evaluate(run, done, names) if names else None
+    except SuiteStopped:
+        run.history = replace(run.history, eval_left=True)
+        verdict = Verdict(stopped_by=run.stop.received)
+    else:
         if config.logging.generate_every and (done % config.logging.generate_every == 0 or at_end):
             generate(run, done)
         if done in course.phase_ends and not at_end:
             switch_phase(run, done)
         verdict = judge(run, done, evaluated) if evaluated else Verdict()
-        for edit in fields.edits_again(setup, run.history, done):
+        for edit in fields.edits_again(run.setup, run.history, done):
             record.event("schedule_edit", done, **edit)
-        stopped_by = verdict.stopped_by or run.stop.after(done)
-        # If a signal stopped the gate, its decision is made on resume and recorded before the `checkpoint` event.
-        planned = verdict.stopped_by is None and (done % config.checkpoint.every == 0 or at_end)
-        worse = (*worse, *verdict.worse) if step == first else verdict.worse
-        ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
-        offsets = save(run, done, planned) if planned or ends_here else None
-        run.keep(done, verdict.keep, offsets)
-        if ends_here and (not at_end or verdict.stopped_by is not None):
-            run.settle(done)
-            if stopped_by is not None:
-                raise run.stopped(stopped_by, done)
-            run.check_saved(done)
-            raise RegressionStop(done, worse)
-    return _complete(run)
+    stopped_by = verdict.stopped_by or run.stop.after(done)
+    # If a signal ended the eval or the gate, the rest is made on resume and recorded before the `checkpoint` event.
+    planned = verdict.stopped_by is None and (done % config.checkpoint.every == 0 or at_end)
+    worse = (*worse, *verdict.worse)
+    ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
+    told = planned or ends_here
+    offsets = save(run, done, planned, told=told, again=again) if told or again else None
+    run.keep(done, verdict.keep, offsets)
+    if ends_here and (not at_end or verdict.stopped_by is not None):
+        run.settle(done)
+        if stopped_by is not None:
+            raise run.stopped(stopped_by, done)
+        run.check_saved(done)
+        raise RegressionStop(done, worse)
 
 
 def _complete(run: Running) -> dict[str, Any]:
@@ -279,7 +304,8 @@ def log(run: Running, done: int) -> None:
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
     """Measure the named sets after `done` updates, and compare them with their baselines.
 
-    A diverged state is not measured: raises what `check_diverged` raises.
+    A diverged state is not measured: raises what `check_diverged` raises. Raises SuiteStopped, and records nothing, if
+    a signal to stop arrived before the end.
     """
     setup = run.setup
     with run.clock.paused(run.state):
@@ -287,12 +313,14 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
             check_diverged(run, done, whole_state=True)
         started = time.perf_counter()
         suite = setup.suite_at(done)
-        results = suite.run(setup.states.whole(run.state.params), names)
+        # Several processes would have to agree before each micro-batch: they finish the eval.
+        stop = None if run.stop is None or count() > 1 else lambda: run.stop.received is not None
+        results = suite.run(setup.states.whole(run.state.params), names, stop=stop)
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is made from saved checkpoints, and written after the saves under way.
             run.settle(done)
         averages, notes = averages_at(setup, done, run.state, run.directory)
-        averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
+        averaged = {name: suite.run(setup.states.whole(params), names, stop=stop) for name, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         run.history, evaluated = run.history.with_eval(setup, done, results)
@@ -322,12 +350,12 @@ def switch_phase(run: Running, done: int) -> None:
         run.history = run.history.with_phase(event["new_phase"], done, results)
 
 
-def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
+def save(run: Running, done: int, planned: bool, *, told: bool = True, again: bool = False) -> dict[str, int] | None:
     """Start saving the run after `done` updates; return the record's length that belongs to the checkpoint.
 
-    `planned`: the schedule asks for this checkpoint, so its `checkpoint` event belongs to that record. Returns None if
-    the disk refused the checkpoint, which is recorded. A diverged run is not saved: raises what `check_diverged`
-    raises.
+    `planned`: the schedule asks for this checkpoint, so its `checkpoint` event belongs to that record. Without
+    `told` it has no event. `again`: it replaces the one that the run continued from. Returns None if the disk refused
+    the checkpoint, which is recorded. A diverged run is not saved: raises what `check_diverged` raises.
     """
     with run.clock.paused(run.state):
         check_diverged(run, done, whole_state=True)
@@ -336,10 +364,11 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
         run.drop_golds()
         try:
             before = run.offsets()
-            run.record.event("checkpoint", done, path=f"checkpoints/{done}")
+            if told:
+                run.record.event("checkpoint", done, path=f"checkpoints/{done}")
             # A checkpoint is never ahead of the record. If only a stop asked for it, a resume cuts its event off again.
             offsets = run.offsets() if planned else before
-            run.save_in(run.checkpoints, done, offsets)
+            run.save_in(run.checkpoints, done, offsets, replace=again)
         except OSError as error:
             run.save_failed(done, error, f"checkpoints/{done}")
             return None

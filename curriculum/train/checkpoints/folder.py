@@ -96,7 +96,9 @@ class Checkpoints:
         """Steps whose checkpoints are whole, ascending, without one that is being saved."""
         return checkpoint_steps(self.directory)
 
-    def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
+    def save(
+        self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray], *, replace: bool = False
+    ) -> None:
         """Start saving the state at its step; `baselines` are float32 [B, N] by eval set. Waits for the save before.
 
         The state may be donated to the next update as soon as this returns, and that update waits for nothing. If the
@@ -104,7 +106,8 @@ class Checkpoints:
         disk.
 
         Raises SaveFailed (with several processes InputError) if the disk refuses this save or refused the one before,
-        NonFiniteState before anything is written, and RuntimeError if the folder has this step or a later one.
+        NonFiniteState before anything is written, and RuntimeError if the folder has this step or a later one. With
+        `replace` it may have this step, which stays until the new one is whole.
         """
         import orbax.checkpoint as ocp
 
@@ -113,7 +116,7 @@ class Checkpoints:
         step = int(state.step)
         sound = int(state.guard.row_began) if int(state.guard.bad_in_a_row) else step
         newest = together.from_first(lambda: max(step_folders(self.directory), default=-1))
-        if newest >= step:
+        if newest >= step + replace:
             raise RuntimeError(
                 f"{self.directory}: step {step} was not saved: step {newest} already exists; move the later ones away"
             )
@@ -170,6 +173,8 @@ class Checkpoints:
                 return
             partial = self._partial(step)
             write_manifest(partial, step)
+            if (self.directory / str(step)).exists():
+                self._delete(step)
             rename_whole(partial, self.directory / str(step))
         except BaseException:
             self._drop_partial()

@@ -1,0 +1,106 @@
+"""A signal that arrives during an eval: the run leaves it and saves, and a resume does that eval again."""
+
+import json
+import os
+import signal
+from itertools import count
+
+import pytest
+from tiny_run import assert_same_run, tiny_data, tiny_train, worse_from, write_corpus
+
+from curriculum.branch import branch
+from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
+from curriculum.run import load_run
+from curriculum.train.signals import Stopped
+from curriculum.train.watch import RegressionStop
+from evalsets.suite import Suite
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A corpus, and runs that nothing disturbed."""
+    place = write_corpus(tmp_path_factory.mktemp("stop"))
+    tiny_train(place, place / "unbroken", averages=AVERAGES)
+    return place
+
+
+AVERAGES = {"ema_decay": 0.9, "phase_mean": 2}
+
+
+def signalled(patch, *passes, then=lambda: None):
+    """SIGTERM at the second micro-batch of these calls of `Suite.run`; the first of a process is number 0.
+
+    `then` is called as often as the suite goes on to a micro-batch after the signal.
+    """
+    measured, calls = Suite.run, count()
+
+    def run(self, params, names=None, **how):
+        if next(calls) not in passes:
+            return measured(self, params, names, **how)
+        whole, batches = self._sum_windows, count()
+
+        def summed(*arrays):
+            i = next(batches)
+            if i == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif i > 1:
+                then()
+            return whole(*arrays)
+
+        self._sum_windows = summed
+        try:
+            return measured(self, params, names, **how)
+        finally:
+            self._sum_windows = whole
+
+    patch.setattr(Suite, "run", run)
+
+
+def stopped_in(place, run_dir, number, step, resume=None, **sections):
+    after = []
+    with pytest.MonkeyPatch.context() as patch:
+        signalled(patch, number, then=lambda: after.append(1))
+        with pytest.raises(Stopped, match=f"stopped by SIGTERM at step {step}, which was saved"):
+            tiny_train(place, run_dir, resume=resume, **sections)
+    assert not after and checkpoint_steps(run_dir / "checkpoints")[-1] == step
+    events = load_run(run_dir).events
+    assert [e["event"] for e in events if e["step"] == step and e["event"] != "resume"] == ["checkpoint"]
+    assert not (run_dir / f"evals/{step}.npz").exists()
+
+
+# Evals of the raw parameters and of their moving average, then of a phase's mean where it ends: passes 0, 1-2, 3-5, ...
+@pytest.mark.parametrize(("number", "step"), [(1, 3), (2, 3), (3, 6), (5, 6), (6, 9), (8, 12), (10, 12)])
+def test_a_signal_ends_an_eval_and_a_resume_does_it_again(place, tmp_path, number, step):
+    """Between two planned checkpoints, at a phase's end with one, and at the run's end."""
+    stopped_in(place, tmp_path / "run", number, step, averages=AVERAGES)
+    stopped_in(place, tmp_path / "run", 0, step, resume="latest", averages=AVERAGES)
+    tiny_train(place, tmp_path / "run", resume="latest", averages=AVERAGES)
+    assert_same_run(tmp_path / "run", place / "unbroken")
+    assert [e["event"] for e in load_run(tmp_path / "run").events].count("resume") == 2
+
+
+def test_a_checkpoint_that_lacks_its_eval_is_replaced_once_that_is_done(place, tmp_path):
+    """So that a run that `action: stop` then ends goes on from there, and a rollback finds what the eval led to."""
+    stops = {"evalsets": tiny_data(place)["evalsets"] | {"regression": {"action": "stop"}}}
+    stopped_in(place, tmp_path / "run", 2, 6, **stops)
+    assert read_ledger(tmp_path / "run/checkpoints/6")["history"]["eval_left"]
+    with pytest.MonkeyPatch.context() as patch:
+        worse_from(patch, 0)
+        with pytest.raises(RegressionStop, match="stopped at step 6, which was saved"):
+            tiny_train(place, tmp_path / "run", resume="latest", **stops)
+    history = read_ledger(tmp_path / "run/checkpoints/6")["history"]
+    assert not history["eval_left"] and history["watch"]["standing"]
+    tiny_train(place, tmp_path / "run", resume="latest", **stops)
+    assert [e["step"] for e in load_run(tmp_path / "run").events if e["event"] == "eval"] == [0, 3, 6, 9, 12]
+
+
+def test_a_branch_begins_before_a_step_whose_eval_is_still_due(place, tmp_path):
+    stopped_in(place, tmp_path / "trunk", 5, 6, averages=AVERAGES)
+    branch(tmp_path / "trunk", 6, tmp_path / "branch", store_dir=place / "store")
+    resume = next(e for e in load_run(tmp_path / "branch").events if e["event"] == "resume")
+    assert resume["step"] == 4
+    stopped_in(place, tmp_path / "early", 1, 3, averages=AVERAGES, checkpoint={"every": 5})
+    with pytest.raises(InputError, match="--at 3: .* has no checkpoint at or before it; available: none"):
+        branch(tmp_path / "early", 3, tmp_path / "other", store_dir=place / "store")
+    assert json.loads((tmp_path / "early/training_state.json").read_text()).keys().isdisjoint({"eval_left"})
