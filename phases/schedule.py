@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -290,8 +291,16 @@ class Schedule:
 
     def tokens(self, step: int) -> int:
         """Token slots of the first `step` updates."""
-        rows = ((min(s.end, step) - s.start, s.batch_size * s.seq_len) for s in self.segments if s.start < step)
-        return sum(num_steps * tokens_per_step for num_steps, tokens_per_step in rows)
+        step = min(max(step, 0), self.total_steps)
+        i = bisect_right(self._starts, step) - 1
+        segment = self.segments[i]
+        return self._tokens_before[i] + (step - segment.start) * segment.batch_size * segment.seq_len
+
+    @cached_property
+    def _tokens_before(self) -> list[int]:
+        """Token slots before each segment; every event and metrics row asks for them."""
+        slots = ((s.end - s.start) * s.batch_size * s.seq_len for s in self.segments)
+        return list(accumulate(slots, initial=0))
 
     def shares(self, step: int) -> dict[str, float]:
         """The proportions of update `step` that are above 0."""
@@ -300,7 +309,7 @@ class Schedule:
     def rates(self, steps) -> np.ndarray:
         """Learning rate (float64) of each update in `steps`, an integer or an array; includes the `lr_scale`."""
         steps = np.asarray(steps, np.int64)
-        index = np.searchsorted([s.start for s in self.segments], steps, side="right") - 1
+        index = np.searchsorted(self._starts, steps, side="right") - 1
         rates = np.empty(steps.shape, np.float64)
         for i in set(index.ravel().tolist()):  # np.unique would import numpy.ma: 4 % of a plan
             rates[index == i] = learning_rate(self.segments[i].lr, steps[index == i]) * self.segments[i].lr_scale

@@ -20,6 +20,7 @@ from phases.schedule import (
     NOT_DATA,
     Phase,
     Ramp,
+    Schedule,
     Segment,
     SourceSupply,
     cut,
@@ -1072,3 +1073,21 @@ def test_of_each_field_of_a_segment_it_is_said_whether_data_depend_on_it():
     data = {"mixture", "ramp", "batch_size", "seq_len"}
     assert {field.name for field in dataclasses.fields(Segment)} == places | data | NOT_DATA.keys()
     assert not (places | data) & NOT_DATA.keys()
+
+
+def test_tokens_up_to_a_step_are_told_without_going_through_the_segments():
+    """Every event and row has them, also those of a run of thousands of phases."""
+    phases = [Phase("a", 10, {"web": 1.0}), Phase("b", 30, {"web": 1.0}, batch_size=2, seq_len=5)]
+    segments = resolved(*phases, Phase("c", "end", {"law": 1.0})).segments
+    gone_through = []
+
+    class Counted(tuple):
+        def __iter__(self):
+            gone_through.append(self)
+            return super().__iter__()
+
+    schedule = Schedule(Counted(segments))
+    told = [schedule.tokens(step) for step in range(102)]
+    by_hand = [*10 * [40], *20 * [10], *70 * [40], 0]  # of each update, none after the end
+    assert told == [sum(by_hand[:step]) for step in range(102)] and told[-1] == 3400
+    assert len(gone_through) == 2  # for the starts of segments, and for the tokens before them
