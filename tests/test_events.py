@@ -283,6 +283,20 @@ def test_a_broken_line_is_found_only_where_a_checkpoint_keeps_it(tmp_path, capsy
     assert not capsys.readouterr().err
 
 
+def test_a_record_is_checked_without_a_path_made_for_each_line(tmp_path):
+    """They took a quarter of the time of checking tens of thousands of lines."""
+    offsets, joined = written_run(tmp_path), []
+
+    class Counted(type(Path())):
+        def __truediv__(self, name):
+            joined.append(name)
+            return Path(self) / name
+
+    check_offsets(Counted(tmp_path), offsets)
+    assert sum(len(read(tmp_path)) for read in (read_events, read_metrics)) > 4
+    assert sorted(joined) == sorted(2 * [EVENTS, METRICS])  # for its size and for its lines
+
+
 def test_going_on_from_the_start_sets_the_whole_record_aside(tmp_path):
     cut_record(tmp_path, FROM_THE_START)
     assert not (tmp_path / "superseded.jsonl").exists()

@@ -290,10 +290,11 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
     for name in (EVENTS, METRICS):
         if (left := offsets[name]) == 0:
             continue
-        with open(run_dir / name, "rb") as file:
+        path = run_dir / name  # joined once: a long run has a hundred thousand lines
+        with open(path, "rb") as file:
             for line_number, line in enumerate(file, start=1):
                 try:
-                    _checked(line.removesuffix(b"\n"), f"{run_dir / name}:{line_number}", _KEYS[name])
+                    _checked(line.removesuffix(b"\n"), f"{path}:{line_number}", _KEYS[name])
                 except InputError as error:
                     if name == EVENTS:
                         raise
