@@ -21,11 +21,20 @@ from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS, find_checkpoint, read_ledger
 from curriculum.plan import plan
-from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
+from curriculum.record import queries
+from curriculum.record.queries import (
+    consumption,
+    eval_points,
+    evalset_facts,
+    last_detectable,
+    standing_regressions,
+    warned_sets,
+)
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import Weights
 from curriculum.train.trainer import train
+from curriculum.views import inspection
 from curriculum.views.compare import compare
 from curriculum.views.inspection import edits_of, inspect_run
 from curriculum.views.inspection_text import mixture_text, text
@@ -335,6 +344,33 @@ def test_a_record_that_ends_with_a_dip_of_an_earlier_step_has_come_as_far_as_its
     (path / "metrics.jsonl").unlink()
     run = load_run(path)
     assert [row["step"] for row in consumption(run)] == [60, 80] and inspect_run(run)["progress"]["step"] == 80
+
+
+def test_what_stands_after_many_evals_is_read_from_few_of_them(tmp_path, monkeypatch):
+    """The evals of a long run are tens of thousands of numbers, which a list of runs need not all look at."""
+    alarm = {"phase": "domain", "offenders": [offender("code", "best", 0, first_step=64)], "action": None}
+    falling = {name: lambda step: 3 - step / 100 for name in ("val", "code")}
+    run = load_run(write_run(tmp_path / "run", falling, every=2, more={64: [("eval_regression", alarm)]}))
+    read = []
+    eval_sets = queries.eval_sets
+    monkeypatch.setattr(queries, "eval_sets", lambda event: read.append(event["step"]) or eval_sets(event))
+    (standing,) = standing_regressions(run.events)
+    assert standing["now"] == {"step": 100, "loss": 2.0} and read == [100]
+    assert warned_sets(run.events) == set() and read == [100]
+    # A set that only an earlier eval measured is looked for there.
+    later = [{k: v for k, v in e.items() if not k.startswith("eval_code")} if e["step"] > 90 else e for e in run.events]
+    (standing,) = standing_regressions(later)
+    assert standing["now"] == {"step": 90, "loss": 2.1} and read == [100, 100, 98, 96, 94, 92, 90]
+
+
+def test_evals_are_not_gone_through_for_each_phase(tmp_path, monkeypatch):
+    edit = {"kind": "config", "phase": "domain", "mixture_before": {"law": 1.0}, "mixture_after": {"web": 1.0}}
+    run = load_run(write_run(tmp_path / "run", LOSSES, more={80: [("schedule_edit", {**edit, "until": 100})]}))
+    gone_through = []
+    edits_of = inspection.edits_of
+    monkeypatch.setattr(inspection, "edits_of", lambda e, phase: gone_through.append(len(e)) or edits_of(e, phase))
+    phases = inspect_run(run)["phases"]
+    assert [[e["step"] for e in phase["edits"]] for phase in phases] == [[], [80]] and gone_through == [2, 2]
 
 
 def test_a_run_that_has_just_begun(tmp_path):

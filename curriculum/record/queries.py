@@ -6,7 +6,7 @@ Imports neither jax nor numpy, so that looking at a run is quick.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
     without the set.
     """
     standing: dict[tuple[str, str], dict[str, Any]] = {}
-    phase, last = None, {}
+    phase, evals = None, []
     for event in events:
         worse = event["offenders"] if event["event"] == "eval_regression" else event.get("joined", [])
         for o in worse:
@@ -116,7 +116,7 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
         match event["event"]:
             case "eval":
                 phase = event["phase"] if phase is None else phase
-                last |= {name: {"step": event["step"], "loss": found.loss} for name, found in eval_sets(event).items()}
+                evals.append(event)
             case "phase_switch":
                 phase = event["new_phase"]
             case "eval_recovered":
@@ -125,11 +125,23 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
             case "resume" | "rollback":
                 measured = measured_sets([event])
                 standing = {key: o for key, o in standing.items() if o["set"] in measured}
+    last = _last_losses(evals, {o["set"] for o in standing.values()})
     return [
         {**o, "now": last.get(o["set"])}
         for o in standing.values()
         if o["baseline"] != "phase_start" or o["phase"] == phase
     ]
+
+
+def _last_losses(evals: Sequence[Mapping[str, Any]], names: Set[str]) -> dict[str, dict[str, Any]]:
+    """{step, loss} of the last of these `eval` events that measured each of the sets; the newest tell most of them."""
+    last: dict[str, dict[str, Any]] = {}
+    for event in reversed(evals):
+        if not names - last.keys():
+            break
+        for name, found in eval_sets(event).items():
+            last.setdefault(name, {"step": event["step"], "loss": found.loss})
+    return last
 
 
 def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
@@ -181,7 +193,8 @@ def warned_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
     warned: set[str] = set()
     for event in events:
         if event["event"] == "eval":
-            warned = (warned - eval_sets(event).keys()) | set(event.get("warned", []))
+            measured = eval_sets(event).keys() if warned else ()
+            warned = warned.difference(measured) | set(event.get("warned", []))
     return warned
 
 

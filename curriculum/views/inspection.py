@@ -63,6 +63,7 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
             problems.append(f"{run.directory.checkpoints / str(steps[-1])}: its ledger cannot be read")
     longer = longer_from(plan, {step for place in checkpoints.values() for step in place})
     newest_first = run.events[::-1]
+    turns = [event for event in run.events if event["event"] in (*TAKEN_UP, "schedule_edit")]  # few, for every phase
     return {
         "name": run.name,
         "path": str(path),
@@ -73,7 +74,7 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
             {
                 **phase,
                 "done": step >= phase["end"],
-                "edits": edits_of(run.events, phase),
+                "edits": edits_of(turns, phase),
                 "counted_at_step": read.get(phase["name"], {}).get("step"),
                 "tokens": read.get(phase["name"], {}).get("tokens", {}),
                 "epochs": read.get(phase["name"], {}).get("epochs", {}),
