@@ -173,12 +173,13 @@ class Checkpoints:
                 return
             partial = self._partial(step)
             write_manifest(partial, step)
-            if (self.directory / str(step)).exists():
-                self._delete(step)
+            replaced = self._unnamed(step) if (self.directory / str(step)).exists() else None
             rename_whole(partial, self.directory / str(step))
         except BaseException:
             self._drop_partial()
             raise
+        if replaced is not None:
+            _remove(replaced)
         steps = self.steps()
         kept = set(steps if self._keep is None else steps[-self._keep :])
         kept.update([s for s in steps if s <= sound][-1:])
@@ -306,11 +307,15 @@ class Checkpoints:
             tell(f"{self.directory / str(step)}: is not needed any more, but could not be deleted: {error}")
 
     def _delete(self, step: int) -> None:
+        _remove(self._unnamed(step))
+
+    def _unnamed(self, step: int) -> Path:
+        """Take a step's name from its folder, which remains to be removed; returns what it is called now."""
         gone = self.directory / f".{step}.deleting"
         _remove(gone)  # of a deletion that failed
         (self.directory / str(step)).rename(gone)
         sync(self.directory)
-        _remove(gone)
+        return gone
 
 
 def restore(folder: Path, like: TrainState) -> TrainState:
