@@ -75,6 +75,15 @@ def test_what_is_not_printable_is_escaped_unless_it_is_wanted():
     assert printable("a\n\x1b[0m", also="\n") == "a\n\\x1b[0m"
 
 
+def test_text_of_any_script_is_shown_as_it_is():
+    """A wide blank, joiners of emoji, Hindi and Persian, a French blank; what turns the direction of text is escaped."""
+    written = (
+        "\u4eca\u5929\u3000\u5b66 \U0001f468\u200d\U0001f469 \u0915\u094d\u200d \u0645\u06cc\u200c\u062e \xab\xa0oui"
+    )
+    assert printable(written) == written
+    assert printable("a\u202eb\u2028\ufeff") == "a\\u202eb\\u2028\\ufeff"
+
+
 def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_with_their_text():
     rows = [("set", "loss", "why"), ("val", "12.5", ""), ("longer", "3", "new")]
     assert columns(rows, right=[1]) == ["  set     loss  why", "  val     12.5", "  longer     3  new"]

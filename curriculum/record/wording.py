@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -16,6 +17,7 @@ WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring
 
 NOT_JUDGED = "not judged: too little text for a standard error"
 
+_JOINERS = "\u200c\u200d"
 MOST_NAMED = 8  # sets in a row of names
 MOST_SOURCES = 12  # in a row of shares or tokens
 MAX_RISE = 10.0  # nats per token; about the loss of a uniform guess over a large vocabulary
@@ -138,8 +140,15 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def printable(text: str, also: str = "") -> str:
-    """Text of a model or a document, with all but printable characters and those in `also` escaped."""
-    return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
+    """Text of a model or a document, with all but printable characters and those in `also` escaped.
+
+    Printable are also the blanks of all scripts, and the joiners that Persian, Hindi and emoji are written with.
+    """
+
+    def is_shown(c: str) -> bool:
+        return c.isprintable() or c in _JOINERS or c in also or unicodedata.category(c) == "Zs"
+
+    return "".join(c if is_shown(c) else repr(c)[1:-1] for c in text)
 
 
 def metric_titles(of: type[Recorded] = Recorded) -> list[str]:
