@@ -235,11 +235,18 @@ def _more_bad_rows(rows: Iterator[Callable[[], list[Piece]]], where: str) -> lis
     return wrong
 
 
+_IN_UTF_8 = "expected one object per line, in UTF-8; convert the file, or leave it out with glob:"
+
+
 def _decoded(line: bytes, source: SourceConfig, where: str) -> dict:
     """The object of a line of JSON."""
     try:
         row = _ROW.decode(line.decode())
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error}); {_IN_UTF_8}") from error
     except json.JSONDecodeError as error:
+        if b"\0" in line:
+            raise InputError(f"{where}: not JSON (NUL bytes: UTF-16?); {_IN_UTF_8}") from error
         # Its own place counts lines within this one.
         why = f"{error.msg.removesuffix(' at')}, column {error.colno}"
         raise InputError(f"{where}: not JSON ({why}); expected one object per line") from error
