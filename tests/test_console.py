@@ -864,3 +864,37 @@ def test_a_stream_without_arrows_gets_escapes_instead_of_an_error(tmp_path):
     Console(tmp_path, stream=stream).event(SWITCH)
     assert b"base \\u2192 law" in raw.getvalue()
     assert "base → law" in (tmp_path / "train.log").read_text(encoding="utf-8")
+
+
+class OnlyWrites:
+    """What a program puts in the place of stdout to have a copy in a file of its own."""
+
+    def __init__(self):
+        self.lines, self.fails = [], False
+
+    def write(self, text):
+        if self.fails:
+            raise ValueError("I/O operation on closed file")
+        self.lines.append(text)
+
+    def flush(self):
+        pass
+
+
+def test_a_run_without_a_stdout_has_its_lines_in_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    console = Console(tmp_path)
+    console._print("a line")
+    assert (tmp_path / "train.log").read_text() == "a line\n"
+
+
+def test_a_stream_that_only_writes_is_written_to_until_it_is_closed(tmp_path):
+    stream = OnlyWrites()
+    console = Console(tmp_path, stream=stream)
+    console._print("one")
+    stream.fails = True
+    console._print("two")
+    console._print("three")
+    assert stream.lines == ["one\n"]
+    told = "console: I/O operation on closed file; from here on, output goes to this file only"
+    assert (tmp_path / "train.log").read_text() == f"one\ntwo\n{told}\nthree\n"

@@ -19,10 +19,25 @@ def is_disk_error(error: object) -> bool:
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is written to a stream go nowhere from here on, as its reader or its disk does not take it."""
+    """Let what is written to a stream go nowhere from here on, as its reader or its disk does not take it.
+
+    Nothing is done to a stream that is closed or has no file of its own.
+    """
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, ValueError):
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
+    os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; not one that is closed, missing, or an object that only writes."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 class Appender:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from curriculum.disk.append import Appender, discard, is_disk_error
+from curriculum.disk.append import Appender, discard, is_disk_error, is_terminal
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, tensorboard_link
 from curriculum.record.events import TAKEN_UP, eval_averages, eval_sets, number
@@ -70,8 +70,8 @@ class Console:
     ):
         self._run_dir = run_dir
         self._resume_command = resume_command
-        self._stream = sys.stdout if stream is None else stream
-        self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._stream = sys.stdout if stream is None else stream  # None again without a stdout, as in a daemon
+        self._in_place = is_terminal(self._stream) and os.environ.get("TERM") != "dumb"
         self._in_color = self._in_place and not os.environ.get("NO_COLOR")
         self._progress_open = False
         self._clock = clock
@@ -307,16 +307,20 @@ class Console:
             self._show(f"\x1b[{color}m{line}\x1b[0m\n" if color and self._in_color else f"{line}\n")
 
     def _show(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
+        if self._stream is None:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if is_disk_error(error):  # it may be a file; train.log keeps the line
                 return
-            # The pipe's reader or the terminal is gone: the run goes on without it.
-            self._log.write(f"console: {error.strerror}; from here on, output goes to this file only\n".encode())
+            # The pipe's reader or the terminal is gone, or the stream is closed: the run goes on without it.
+            why = getattr(error, "strerror", None) or error
+            self._log.write(f"console: {why}; from here on, output goes to this file only\n".encode())
             discard(self._stream)
+            self._stream = None
 
 
 def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
