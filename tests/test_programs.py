@@ -509,3 +509,20 @@ def test_the_command_ends_while_something_is_compiled(ends, code, told):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_the_callers_context_of_jax_holds_for_what_is_compiled_ahead():
+    """jax's context managers hold in their own thread: a later phase would be compiled without them, and a resume with."""
+    compiled_in = []
+
+    def compile(shape):
+        compiled_in.append(threading.current_thread().name.startswith(COMPILE_THREAD))
+        return jax.config.jax_threefry_partitionable
+
+    programs, usual = Programs(compile), jax.config.jax_threefry_partitionable
+    with jax.threefry_partitionable(not usual):
+        programs.ahead([1, 2])
+        assert [programs[1], programs[2]] == [not usual] * 2
+    programs.ahead([3])
+    assert programs[3] is usual
+    assert compiled_in == [False, False, True]

@@ -8,10 +8,23 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
+
 from phases.batches import num_micro_steps
 from phases.schedule import Segment
 
 COMPILE_THREAD = "curriculum-compile"
+# jax's settings that the bits of a program hang on. Those of its context managers hold in the thread that is in them.
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_debug_infs",
+)
 
 
 class StepShape(NamedTuple):
@@ -70,10 +83,16 @@ class Programs:
         return self._ready[shape]
 
     def ahead(self, shapes: Iterable[Hashable]) -> None:
-        """Start compiling missing programs in the background, in this order; returns at once."""
-        for shape in shapes:
-            if shape not in self._ready and shape not in self._ahead:
-                self._ahead[shape] = self._worker.submit(self._make_ahead, shape)
+        """Start compiling missing programs in the background, in this order; returns at once.
+
+        If the caller is in a context manager of jax's that the background would not see, they are compiled here.
+        """
+        missing = [shape for shape in shapes if shape not in self._ready and shape not in self._ahead]
+        if missing and _settings() != _settings_of_new_threads():
+            self._ready.update((shape, self._make_ahead(shape)) for shape in missing)
+            return
+        for shape in missing:
+            self._ahead[shape] = self._worker.submit(self._make_ahead, shape)
 
     def close(self) -> None:
         """Start no more compilations. The one under way is not waited for here, but by the interpreter at its exit.
@@ -97,6 +116,15 @@ class Programs:
         program = self._make(shape)
         self._warm(shape, program)
         return program
+
+
+def _settings() -> list[Any]:
+    return [getattr(jax.config, name) for name in SETTINGS]
+
+
+def _settings_of_new_threads() -> list[Any]:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_settings).result()
 
 
 def needed_bytes(compiled: Any) -> int:

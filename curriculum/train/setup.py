@@ -35,6 +35,7 @@ from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
 from curriculum.train.mesh import abstract_on_mesh, introduce, make_mesh, row_shards
 from curriculum.train.processes.together import check_same, count, first_then_all, from_first, share_folder
+from curriculum.train.programs import SETTINGS
 from curriculum.train.resuming.start import Start
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
@@ -42,19 +43,9 @@ from curriculum.train.step import TrainState
 from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
-# What processes must share: versions, and settings of jax, as environment variables make them, that change a program.
+# What processes must share beside SETTINGS: versions.
 _HOUSE = Path(__file__).parents[2]
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_disable_jit",
-    "jax_debug_nans",
-    "jax_debug_infs",
-)
 _NO_ROPE = "is not supported with make_model; leave it out"
 
 
@@ -288,7 +279,7 @@ def _program(house: Path) -> dict[str, str]:
     return {
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         **{f"the version of {package}": version(package) for package in _COMPARED},
-        **{f"jax's setting {name}": str(getattr(jax.config, name)) for name in _SETTINGS},
+        **{f"jax's setting {name}": str(getattr(jax.config, name)) for name in SETTINGS},
         "the code of curriculum": _code(house),
     }
 
@@ -306,7 +297,7 @@ def software() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         **{package: version(package) for package in _COMPARED},
-        **{name: str(getattr(jax.config, name)) for name in _SETTINGS},
+        **{name: str(getattr(jax.config, name)) for name in SETTINGS},
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "code": _code(_HOUSE),
     }
