@@ -48,6 +48,7 @@ class Loaded:
 
         Raises InputError with every text that the tokenizer cannot represent.
         """
+        check_several("prompts", texts)
         prompts, problems = [], []
         for number, text in enumerate(texts, start=1):
             try:

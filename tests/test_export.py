@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -574,6 +575,8 @@ def test_a_run_that_begins_from_one_that_knows_conversations_knows_its_template(
     export(chat_run, "of_base", format="hf", step=4)
     assert exported_template(Path("hf")) == exported_template(Path("of_base")) is not None
     assert load_generator("later", step="latest").template == Template(ChatConfig(**chat))
+    with pytest.raises(InputError, match=re.escape("prompts: got 'the fox', expected a list, as in ['the fox']")):
+        load_generator("later", step="latest").prompts("the fox")
     assert load_generator("later", step="latest").knows_chat
     untaught = load_generator(chat_run, step=2)  # before the first conversation
     assert untaught.template == Template(ChatConfig(**chat)) and not untaught.knows_chat
