@@ -71,6 +71,25 @@ def test_the_lock_is_released_whatever_happens(tmp_path):
     assert take(tmp_path)
 
 
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
+    """It has a copy of the descriptor: a worker of a data loader, say, that lives on."""
+    with RunLock(tmp_path) as lock:
+        lock.take()
+        ends, child = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(child)
+            os.read(ends, 1)  # until the other side is closed
+            os._exit(0)
+    try:
+        assert trained_by(tmp_path) is None
+        assert take(tmp_path)["pid"] == os.getpid()
+    finally:
+        os.close(child)
+        os.waitpid(pid, 0)
+        os.close(ends)
+
+
 def test_a_lock_is_ones_own_by_the_file_not_by_the_process_number(holder, tmp_path):
     own = {"pid": os.getpid(), "host": os.uname().nodename}
     (tmp_path / ".lock").write_text(json.dumps(own))  # as that of process 1 in another container

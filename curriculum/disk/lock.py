@@ -38,6 +38,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             self._held.discard(_identity(self._descriptor))
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor as well
             os.close(self._descriptor)
             self._descriptor = None
 
