@@ -110,6 +110,32 @@ def test_special_tokens_in_text_are_ordinary_text(family, tokenizers):
     assert tokenizer.eot in tokenizer.special_tokens.values() and tokenizer.tokens[tokenizer.eot] == b""
 
 
+@pytest.mark.parametrize(
+    ("merge", "text"),
+    [
+        ("\u00a9\u0120", " ".join(["\u0645\u062f\u0631\u0633\u0629"] * 20_000)),
+        ("\u010a\u00d8", "\n".join(["\u0634\u0645\u0633"] * 20_000)),
+    ],
+)
+def test_a_token_of_a_blank_and_a_part_of_a_letter_is_found_also_where_a_long_file_is_cut(tmp_path, merge, text):
+    """The last byte of an Arabic letter with the blank behind it; a line end with the first byte of one."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocab = {letter: i for i, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), merge])}
+    library = Library(models.BPE(vocab=vocab, merges=[tuple(merge)]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (tmp_path / "long.txt").write_text(text)
+    pieces = list(read_pieces(SourceConfig(path=str(tmp_path / "long.txt"))))
+    assert len(pieces) > 2
+    tokens = np.concatenate([tokens for _, tokens, _ in encode_pieces(pieces, load_tokenizer(tmp_path))])
+    assert tokens[:-1].tolist() == library.encode(text).ids
+
+
 @pytest.mark.parametrize("use_regex", [False, True])
 def test_a_long_file_gets_the_ids_of_the_library_also_where_tokens_go_beyond_words(tmp_path, use_regex):
     from tokenizers import Tokenizer as Library

@@ -60,7 +60,8 @@ def _opened_once(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Piec
 
 def _crosses_words(tokenizer: Tokenizer) -> bool:
     within = (token for token in tokenizer.tokens if b" " in token[1:] or b"\n" in token[:-1])
-    return any(_ACROSS_CUT.search(token.decode(errors="replace")) for token in within)
+    # A token may begin or end within a letter: what cannot be decoded counts as one.
+    return any(_ACROSS_CUT.search(token.decode(errors="replace").replace("\ufffd", "a")) for token in within)
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
