@@ -431,6 +431,21 @@ def test_other_windows_of_the_same_documents_are_compared_in_bits_per_byte(tmp_p
     }
 
 
+def test_mean_losses_of_recipes_with_other_windows_are_said_to_be_apart(tmp_path):
+    """Those of two tokenizers stand in one table, in nats of other tokens."""
+    runs = []
+    for name, tokens in (("coarse", 20), ("fine", 10)):
+        for seed, nats in enumerate((20.0, 21.0)):
+            of_run = cut_otherwise([nats] * 8, [20] * 8, range(8), [1] * 8)._replace(tokens_N=np.full(8, tokens))
+            runs.append(write_run(tmp_path / f"{name}-{seed}", {"val": lambda _, r=of_run: r}, hashes={"val": name}))
+            change_config(runs[-1], seed=seed, optim={"lr": tokens * 1e-5})
+    said = (
+        "val: the mean losses of coarse and of fine are of other tokens or documents, and say nothing beside each other"
+    )
+    assert said in "\n".join(notes(compare(runs)))
+    assert "say nothing beside each other" not in "\n".join(notes(compare(runs[:2])))
+
+
 def test_runs_of_two_tokenizers_and_lengths_are_compared_by_the_documents_of_both(tmp_path):
     write_corpus(tmp_path)
     evalsets = tiny_data(tmp_path)["evalsets"]

@@ -199,6 +199,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
         if recipe.name == m.recipe
         if (left := [other.run for other in compared.runs if other.run in recipe.seeds.keys() - set(m.runs)])
     ]
+    lines += _means_apart(comparison)
     if comparison.recipes:
         lines.append(
             "Recipes are runs that began alike and whose configs differ in the seed alone. Differences between them "
@@ -215,6 +216,20 @@ def notes(comparison: ComparedRuns) -> list[str]:
         "124M parameters (standard deviation), and by far more in small and short ones."
     )
     return lines
+
+
+def _means_apart(comparison: ComparedRuns) -> Iterator[str]:
+    """A line on each set that recipes measured in other windows: their mean losses stand in one table."""
+    apart: dict[str, list[str]] = {}
+    for compared in comparison.sets:
+        if compared.recipes:
+            apart.setdefault(compared.title, []).append(listed([m.recipe for m in compared.recipes]))
+    for title, groups in apart.items():
+        if len(groups) > 1:
+            yield (
+                f"{title}: the mean losses of {' and of '.join(groups)} are of other tokens or documents, and say "
+                "nothing beside each other; the runs' bits per byte do"
+            )
 
 
 def _measured_before(comparison: ComparedRuns) -> Iterator[str]:
