@@ -43,8 +43,8 @@ from curriculum.train.step import TrainState
 from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
-# What processes must share beside SETTINGS: versions.
 _HOUSE = Path(__file__).parents[2]
+# Packages of which all processes must have one version, as they must have the same of jax's SETTINGS.
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _NO_ROPE = "is not supported with make_model; leave it out"
 
