@@ -213,6 +213,19 @@ def telling_where_started(run: RunDirectory | None) -> Iterator[None]:
         raise InputError(*error.problems, details=[*error.details, hint]) from None
 
 
+def replaced_as(folder: Path) -> Path:
+    """What the folder of a step is called from the moment before another one gets its name until it is deleted."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def put_back_replaced(place: Path) -> None:
+    """Give a step's folder its name again, if a kill came just before the one that replaces it had that name."""
+    for name in names_in(place):
+        folder = place / name.removeprefix(".").removesuffix(".replaced")
+        if place / name == replaced_as(folder) and not folder.exists():
+            replaced_as(folder).rename(folder)
+
+
 def step_folders(place: Path) -> dict[int, Path]:
     """Folders named after a step, by step, ascending; they may be damaged. Raises InputError as `names_in` does."""
     steps = [int(name) for name in names_in(place) if name.isascii() and name.isdecimal()]

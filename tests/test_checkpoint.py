@@ -19,6 +19,7 @@ from tiny_run import assert_same_run, flip_bit, last_state, tiny_data, tiny_trai
 
 from curriculum.config import build_config
 from curriculum.disk import manifest
+from curriculum.disk.durable import rename_whole
 from curriculum.disk.lock import RunLock
 from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
@@ -28,7 +29,7 @@ from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_led
 from curriculum.plan_resumed import plan_resumed
 from curriculum.record.sentences import verdict
 from curriculum.run import load_run
-from curriculum.run_directory import RunDirectory
+from curriculum.run_directory import RunDirectory, replaced_as
 from curriculum.saved_weights import chosen_again, find_weights, ledger_beside
 from curriculum.schema.adaptation import find_base
 from curriculum.train import trainer
@@ -307,7 +308,7 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(run, path, mode):
     code = """
 import os, sys
 from pathlib import Path
-from curriculum.run_directory import RunDirectory
+from curriculum.run_directory import RunDirectory, replaced_as
 from curriculum.train.resuming.resumed import to_resume
 if os.geteuid() == 0:
     os.setuid(65534)
@@ -521,8 +522,8 @@ def state_at(step, value=1.0):
     return state._replace(step=np.int32(step))
 
 
-def save(checkpoints, step):
-    checkpoints.save(state_at(step), {"step": step}, {"primary": np.zeros((3, 1), np.float32)})
+def save(checkpoints, step, value=1.0, **how):
+    checkpoints.save(state_at(step, value), {"step": step}, {"primary": np.zeros((3, 1), np.float32)}, **how)
 
 
 def test_of_a_link_to_a_step_only_the_link_goes(tmp_path):
@@ -586,11 +587,77 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told_and_is_no_failed_save(
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    for name in (".3.saving", ".4.saving.orbax-checkpoint-tmp", ".2.deleting/params", ".1.adopted", ".other"):
+    for name in (".3.saving", ".4.saving.orbax-tmp", ".2.deleting/params", ".1.adopted", ".1.replaced", ".other"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert checkpoints.steps() == []
     checkpoints.set_aside_after(5)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [".other"]
+
+
+@pytest.mark.parametrize("refused", ["fsync", "rename"])
+def test_a_checkpoint_stays_if_the_disk_refuses_the_one_that_replaces_it(tmp_path, monkeypatch, refused):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    save(checkpoints, 3)
+    checkpoints.wait()
+    before = {path: path.read_bytes() for path in files_of(tmp_path / "checkpoints")}
+    rename, fsync = Path.rename, os.fsync
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def renamed(path, target):
+        return full() if path.name == ".3.saving" and refused == "rename" else rename(path, target)
+
+    def forced(descriptor):
+        written = (tmp_path / "checkpoints/.3.saving/manifest.json").exists()
+        return full() if written and refused == "fsync" else fsync(descriptor)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", renamed)
+        disk.setattr(os, "fsync", forced)
+        save(checkpoints, 3, 2.0, replace=True)
+        with pytest.raises(OSError, match="No space left on device"):
+            checkpoints.wait()
+    checkpoints.close()
+    assert {path: path.read_bytes() for path in files_of(tmp_path / "checkpoints")} == before
+
+
+def test_a_replaced_checkpoint_that_cannot_be_deleted_is_no_failed_save(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    save(checkpoints, 3)
+    checkpoints.wait()
+    rmdir = os.rmdir
+
+    def refuse(path, **how):
+        if str(path).endswith((".replaced", ".deleting")):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        rmdir(path, **how)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "rmdir", refuse)
+        save(checkpoints, 3, 2.0, replace=True)
+        checkpoints.close()
+    assert (load_params(tmp_path / "checkpoints/3/params")["w"] == 2.0).all()
+
+
+def test_a_checkpoint_is_found_whose_replacement_was_killed_between_their_names(whole, tmp_path, monkeypatch):
+    """`checkpoint.keep: 1` leaves no other."""
+    run, rename = RunDirectory(tmp_path / "run"), Path.rename
+    run.checkpoints.mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints/12", run.checkpoints / "12")
+    shutil.copytree(whole / "checkpoints/12", run.checkpoints / ".12.saving")
+
+    def killed(path, target):
+        if path.name == ".12.saving":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as disk, pytest.raises(KeyboardInterrupt):
+        disk.setattr(Path, "rename", killed)
+        rename_whole(run.checkpoints / ".12.saving", run.checkpoints / "12", replaced_as(run.checkpoints / "12"))
+    assert not (run.checkpoints / "12").exists()
+    with RunLock(run.path) as lock:
+        assert claim(run, lock, "latest")[0].folder == run.checkpoints / "12"
 
 
 def test_a_file_with_the_name_of_a_step_is_in_no_saves_way(tmp_path):

@@ -28,12 +28,23 @@ def write_whole(path: Path, content: str | bytes, *, suffix: str = ".tmp", durab
         sync(path.parent)
 
 
-def rename_whole(made: Path, folder: Path) -> None:
-    """Give a folder that was made its name, once all that is in it is on the disk. Raises OSError."""
+def rename_whole(made: Path, folder: Path, replaced: Path | None = None) -> None:
+    """Give a folder that was made its name, once all that is in it is on the disk. Raises OSError.
+
+    With `replaced` there is a folder of that name already, which is renamed to `replaced` at the last moment, and gets
+    its name back on an error. No system renames one folder over another: a kill in that moment leaves only `replaced`.
+    """
     for place, _, names in os.walk(made, topdown=False):
         for path in (*(os.path.join(place, name) for name in names), place):
             sync(path)
-    made.rename(folder)
+    if replaced is not None:
+        folder.rename(replaced)
+    try:
+        made.rename(folder)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(folder)
+        raise
     sync(folder.parent)
 
 

@@ -22,7 +22,7 @@ from curriculum.disk.durable import rename_whole, sync
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.run_directory import RunDirectory, link_or_copy, step_folders
+from curriculum.run_directory import RunDirectory, link_or_copy, replaced_as, step_folders
 from curriculum.train.checkpoints.arrays import disk_error, in_turn, load_params
 from curriculum.train.checkpoints.finite import check_finite
 from curriculum.train.checkpoints.quiet import quiet_failed_saves
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _EMA = "ema"  # an item of its own, so that the moving average can be read alone
 _ARRAYS = ("params", "train", "baselines", _EMA)  # the items of a step that are trees of arrays
-_LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
+_LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted|replaced)")
 
 
 def import_ahead() -> threading.Thread:
@@ -107,7 +107,8 @@ class Checkpoints:
 
         Raises SaveFailed (with several processes InputError) if the disk refuses this save or refused the one before,
         NonFiniteState before anything is written, and RuntimeError if the folder has this step or a later one. With
-        `replace` it may have this step, which stays until the new one is whole.
+        `replace` it may have this step, which stays until the new one is whole and on disk, and is what a resume
+        continues from if the save fails or is killed.
         """
         import orbax.checkpoint as ocp
 
@@ -173,13 +174,14 @@ class Checkpoints:
                 return
             partial = self._partial(step)
             write_manifest(partial, step)
-            replaced = self._unnamed(step) if (self.directory / str(step)).exists() else None
-            rename_whole(partial, self.directory / str(step))
+            folder = self.directory / str(step)
+            replaced = replaced_as(folder) if folder.exists() else None
+            rename_whole(partial, folder, replaced)
         except BaseException:
             self._drop_partial()
             raise
         if replaced is not None:
-            _remove(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)  # what the disk refuses to delete goes as the run is taken up
         steps = self.steps()
         kept = set(steps if self._keep is None else steps[-self._keep :])
         kept.update([s for s in steps if s <= sound][-1:])
@@ -307,15 +309,11 @@ class Checkpoints:
             tell(f"{self.directory / str(step)}: is not needed any more, but could not be deleted: {error}")
 
     def _delete(self, step: int) -> None:
-        _remove(self._unnamed(step))
-
-    def _unnamed(self, step: int) -> Path:
-        """Take a step's name from its folder, which remains to be removed; returns what it is called now."""
         gone = self.directory / f".{step}.deleting"
         _remove(gone)  # of a deletion that failed
         (self.directory / str(step)).rename(gone)
         sync(self.directory)
-        return gone
+        _remove(gone)
 
 
 def restore(folder: Path, like: TrainState) -> TrainState:

@@ -1,4 +1,7 @@
-"""How a run directory is opened: what the run continues from, and what speaks against it. Only the lock is written."""
+"""How a run directory is opened: what the run continues from, and what speaks against it.
+
+Nothing is written but the lock, and the name of a checkpoint that lost it as the run was killed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from curriculum.find_checkpoint import read_ledger, saved_steps
 from curriculum.record.events import EVENTS
 from curriculum.record.wandb_log import check_wandb
 from curriculum.record.wording import counted
-from curriculum.run_directory import RunDirectory, step_folders
+from curriculum.run_directory import RunDirectory, put_back_replaced, step_folders
 from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.resuming import going_back, ledger
 from curriculum.train.resuming.edits import find_edit
@@ -43,6 +46,7 @@ def claim(
         )
     if directory.holds_run():
         lock.take()
+        put_back_replaced(directory.checkpoints)
     resumed, under_way = going_back.to_continue(directory, resume)
     if resume is not None and resumed is None and under_way is None:
         told = nothing_to_resume(directory)
