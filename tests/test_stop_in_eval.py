@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from itertools import count
 
@@ -93,6 +94,18 @@ def test_a_checkpoint_that_lacks_its_eval_is_replaced_once_that_is_done(place, t
     assert not history["eval_left"] and history["watch"]["standing"]
     tiny_train(place, tmp_path / "run", resume="latest", **stops)
     assert [e["step"] for e in load_run(tmp_path / "run").events if e["event"] == "eval"] == [0, 3, 6, 9, 12]
+
+
+def test_what_the_mean_of_a_phase_lacks_is_noted_by_the_eval_that_is_done_again(place, tmp_path):
+    """The mean was written before the eval that was left; with it the run had said which checkpoint is missing."""
+    averages = {"phase_mean": 3}
+    stopped_in(place, tmp_path / "run", 1, 3, averages=averages)
+    shutil.rmtree(tmp_path / "run/checkpoints/2")
+    stopped_in(place, tmp_path / "run", 2, 6, resume="latest", averages=averages)
+    assert (tmp_path / "run/averages/a/mean.json").exists()
+    tiny_train(place, tmp_path / "run", resume="latest", averages=averages)
+    notes = {e["step"]: e.get("notes", []) for e in load_run(tmp_path / "run").events if e["event"] == "eval"}
+    assert "the mean of phase a covers only the checkpoints 4 and 6: checkpoint 2 is gone" in notes[6]
 
 
 def test_a_branch_begins_before_a_step_whose_eval_is_still_due(place, tmp_path):

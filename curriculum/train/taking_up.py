@@ -199,7 +199,8 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
     """Even at step `last` a set may have been measured after the checkpoint: one added when it was taken up there."""
     directory.set_aside_evals_after(last)
     Results(directory).keep_only(last, history.watch.measured_at(last))
-    set_aside_means_after(directory, last)
+    # Of an eval that was left and is done again, the mean too: making it tells which checkpoints it lacks.
+    set_aside_means_after(directory, last - 1 if history.eval_left else last)
     derived = {
         **fields.derived(setup),
         "store_dir": setup.store_dir,
