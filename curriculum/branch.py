@@ -76,7 +76,7 @@ def branch(
     at, step, saved = fork.at, fork.step, fork.saved
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     if step < at:
-        check_between(trunk, config, saved, fork.whole, at, sorted(fork.folders))
+        check_between(trunk, config, saved, fork.whole, at, list(fork.bases))
     check_offsets(trunk.directory.path, saved["offsets"])
     check_apart(config, directory)
     past = _past(fork, config)
@@ -118,18 +118,20 @@ class _Fork:
     checkpoint: what the branch starts from, the trunk's newest one at or before `at` that verifies.
     saved: its ledger.
     folders: every checkpoint of the trunk, by step.
+    bases: those of them that a branch can begin from, by step, ascending.
     """
 
     trunk: Run
     at: int
     checkpoint: Path
     saved: Mapping[str, Any]
-    folders: Mapping[int, Path]
+    folders: Mapping[int, Sequence[Path]]
+    bases: Mapping[int, Sequence[Path]]
 
     @cached_property
     def newest(self) -> Mapping[str, Any]:
         """The ledger of the trunk's newest checkpoint that verifies. Its files are read for that."""
-        later = [step for step in self.folders if step > self.at]
+        later = [step for step in self.folders if step > self.step]
         return read_ledger(_newest_whole(self.folders, later) or self.checkpoint)
 
     @property
@@ -149,10 +151,13 @@ class _Fork:
 
 
 def _fork(trunk: Run, at: int) -> _Fork:
-    """Raises InputError if the trunk has no checkpoint at or before `at` that verifies."""
+    """Raises InputError if the trunk has no checkpoint at or before `at` that verifies and whose eval is not due."""
     folders = _checkpoints(trunk.directory)
-    checkpoint = _checkpoint_before(trunk, folders, at)
-    return _Fork(trunk, at, checkpoint, read_ledger(checkpoint), folders)
+    known = {step: [folder for folder in of_step if not _eval_left(folder)] for step, of_step in folders.items()}
+    bases = {step: known[step] for step in sorted(known) if known[step]}
+    left = [step for step in sorted(folders.keys() - bases) if step <= at]
+    checkpoint = _checkpoint_before(trunk, bases, left, at)
+    return _Fork(trunk, at, checkpoint, read_ledger(checkpoint), folders, bases)
 
 
 def _past(fork: _Fork, config: Config) -> Past:
@@ -279,12 +284,10 @@ def _step_of(trunk: Run, at: int | str) -> int:
 
 
 def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
-    """By step, the folders of every checkpoint of a run, wherever it is kept; without one whose eval is still due."""
+    """By step, the folders of every checkpoint of a run, wherever it is kept."""
     folders: dict[int, list[Path]] = {}
     for place in directory.places:
         for step in checkpoint_steps(place):
-            if _eval_left(place / str(step)):
-                continue
             folders.setdefault(step, []).append(place / str(step))
     return folders
 
@@ -294,13 +297,19 @@ def _eval_left(folder: Path) -> bool:
     return damage(folder, "ledger/") is None and bool(read_ledger(folder)["history"].get("eval_left"))
 
 
-def _checkpoint_before(trunk: Run, folders: Mapping[int, Sequence[Path]], at: int) -> Path:
-    """The newest checkpoint at or before `at` that verifies. Raises InputError if there is none."""
-    before = [step for step in folders if step <= at]
+def _checkpoint_before(trunk: Run, bases: Mapping[int, Sequence[Path]], left: Sequence[int], at: int) -> Path:
+    """The newest checkpoint at or before `at` that verifies. Raises InputError if there is none.
+
+    `left`: the steps of those whose eval is still due, so that what the trunk did after it is not known yet.
+    """
+    before = [step for step in bases if step <= at]
     if not before:
-        there = ", ".join(map(str, sorted(folders))) or "none"
-        raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; available: {there}")
-    return _newest_whole(folders, before) or undamaged(folders[max(before)][0], f"--at {at}: ")
+        there = ", ".join(map(str, bases)) or "none"
+        due = f"; once the run is continued with --resume latest, that of step {left[0]}" if left else ""
+        raise InputError(
+            f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; available: {there}{due}"
+        )
+    return _newest_whole(bases, before) or undamaged(bases[max(before)][0], f"--at {at}: ")
 
 
 def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -> Path | None:

@@ -114,6 +114,25 @@ def test_a_branch_begins_before_a_step_whose_eval_is_still_due(place, tmp_path):
     resume = next(e for e in load_run(tmp_path / "branch").events if e["event"] == "resume")
     assert resume["step"] == 4
     stopped_in(place, tmp_path / "early", 1, 3, averages=AVERAGES, checkpoint={"every": 5})
-    with pytest.raises(InputError, match="--at 3: .* has no checkpoint at or before it; available: none"):
+    told = "--at 3: .* has no checkpoint at or before it; available: none; once the run is continued with --resume latest, "
+    with pytest.raises(InputError, match=f"{told}that of step 3"):
         branch(tmp_path / "early", 3, tmp_path / "other", store_dir=place / "store")
     assert json.loads((tmp_path / "early/training_state.json").read_text()).keys().isdisjoint({"eval_left"})
+
+
+def test_a_branch_knows_the_schedule_from_a_checkpoint_whose_eval_is_still_due(place, tmp_path):
+    """It begins from an older one, which does not know the share that was raised in between."""
+    replays = {
+        "phases": [{"name": "a", "until": "end", "mixture": {"web": 0.2, "law": 0.8}}],
+        "evalsets": {"every": 3, "primary": {"held_out_of": "web"}, "regression": {"action": "replay"}},
+        "checkpoint": {"every": 20, "keep": 1},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        worse_from(patch, 2)
+        stopped_in(place, tmp_path / "trunk", 3, 9, **replays)
+    trunk = load_run(tmp_path / "trunk")
+    assert [e["step"] for e in trunk.events if e["event"] == "schedule_edit"] == [6]
+    assert checkpoint_steps(tmp_path / "trunk/gold") == [3]
+    branch(tmp_path / "trunk", 8, tmp_path / "branch", store_dir=place / "store")
+    losses = [[row["loss"] for row in run.metrics[:8]] for run in (trunk, load_run(tmp_path / "branch"))]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
