@@ -10,9 +10,13 @@ import process_runs
 import pytest
 from process_runs import BUILT, FULL_AT, SHOWN, STEPS, config_data, write_sources
 from started import ended, free_port, start
+from tiny_run import signalled
 
-from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.config import build_config
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.run import load_run
+from curriculum.train.signals import Stopped
+from curriculum.train.trainer import train
 
 # Float32 sums in another order, as between meshes of one process (test_mesh.py); twelve updates at a high rate make more
 # of them: 7e-6 was seen, 4e-5 on a processor with AVX-512. Losses are recorded in six decimals.
@@ -20,9 +24,9 @@ LOSS_RTOL, NATS_RTOL = 1e-4, 1e-4
 FIRST_RTOL = 1e-5  # before an update has made more of them
 
 
-def start_train(folder, num_processes, *arguments):
+def start_train(folder, num_processes, *arguments, name="long"):
     port = free_port()
-    command = ["-m", "curriculum", "train", folder / "long.json", "--run-dir", folder / "long", "--store-dir"]
+    command = ["-m", "curriculum", "train", folder / f"{name}.json", "--run-dir", folder / name, "--store-dir"]
     command += [folder / "store", "--resume", "latest", *arguments]
     if num_processes == 1:
         return [start(command)]
@@ -315,6 +319,25 @@ def test_a_run_goes_on_in_another_number_of_processes(course, folder):
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= course["rows"][1] + 8
     losses = [row["loss"] for row in run.metrics]
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_an_eval_that_one_process_left_is_done_by_several(runs, folder, monkeypatch):
+    """It is left as the mean of a phase is measured, which is on the disk already; the phase ends with this step."""
+    (folder / "left.json").write_text(json.dumps(config_data(folder)))
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="at step 8, which was saved"):
+        signalled(patch, 5)
+        train(build_config(config_data(folder)), folder / "left", store_dir=folder / "store")
+    assert read_ledger(folder / "left/checkpoints/8")["history"]["eval_left"]
+    assert [code for code, _ in map(ended, start_train(folder, 2, name="left"))] == [0, 0]
+    left, one = load_run(folder / "left"), runs["1"]
+    assert [e["devices"]["processes"] for e in left.events if e["event"] == "resume"] == [2]
+    events = [(e["event"], e["step"]) for e in left.events if e["event"] != "resume"]
+    assert events == [(e["event"], e["step"]) for e in one.events] and ("phase_switch", 8) in events
+    assert checkpoint_steps(folder / "left/checkpoints") == [8, 12]
+    assert not read_ledger(folder / "left/checkpoints/8")["history"]["eval_left"]
+    of_left, of_one = ([e["phase_mean"]["val_loss"] for e in run.events if "phase_mean" in e] for run in (left, one))
+    assert of_left == pytest.approx(of_one, rel=LOSS_RTOL) and len(of_one) == 1
 
 
 @pytest.mark.slow

@@ -1,13 +1,10 @@
 """A signal that arrives during an eval: the run leaves it and saves, and a resume does that eval again."""
 
 import json
-import os
 import shutil
-import signal
-from itertools import count
 
 import pytest
-from tiny_run import assert_same_run, tiny_data, tiny_train, worse_from, write_corpus
+from tiny_run import assert_same_run, signalled, tiny_data, tiny_train, worse_from, write_corpus
 
 from curriculum.branch import branch
 from curriculum.errors import InputError
@@ -15,7 +12,6 @@ from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.run import load_run
 from curriculum.train.signals import Stopped
 from curriculum.train.watch import RegressionStop
-from evalsets.suite import Suite
 
 
 @pytest.fixture(scope="module")
@@ -27,35 +23,6 @@ def place(tmp_path_factory):
 
 
 AVERAGES = {"ema_decay": 0.9, "phase_mean": 2}
-
-
-def signalled(patch, *passes, then=lambda: None):
-    """SIGTERM at the second micro-batch of these calls of `Suite.run`; the first of a process is number 0.
-
-    `then` is called as often as the suite goes on to a micro-batch after the signal.
-    """
-    measured, calls = Suite.run, count()
-
-    def run(self, params, names=None, **how):
-        if next(calls) not in passes:
-            return measured(self, params, names, **how)
-        whole, batches = self._sum_windows, count()
-
-        def summed(*arrays):
-            i = next(batches)
-            if i == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif i > 1:
-                then()
-            return whole(*arrays)
-
-        self._sum_windows = summed
-        try:
-            return measured(self, params, names, **how)
-        finally:
-            self._sum_windows = whole
-
-    patch.setattr(Suite, "run", run)
 
 
 def stopped_in(place, run_dir, number, step, resume=None, **sections):

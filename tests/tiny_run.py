@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -116,3 +118,32 @@ def worse_from(monkeypatch, first: int, factor: float = 3.0, num_evals: float = 
         return {name: r._replace(nats_N=scale * r.nats_N) for name, r in measured(self, params, names, **how).items()}
 
     monkeypatch.setattr(Suite, "run", run)
+
+
+def signalled(patch, *passes, then=lambda: None):
+    """SIGTERM at the second micro-batch of these calls of `Suite.run`; the first of a process is number 0.
+
+    `then` is called as often as the suite goes on to a micro-batch after the signal.
+    """
+    measured, calls = Suite.run, count()
+
+    def run(self, params, names=None, **how):
+        if next(calls) not in passes:
+            return measured(self, params, names, **how)
+        whole, batches = self._sum_windows, count()
+
+        def summed(*arrays):
+            i = next(batches)
+            if i == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif i > 1:
+                then()
+            return whole(*arrays)
+
+        self._sum_windows = summed
+        try:
+            return measured(self, params, names, **how)
+        finally:
+            self._sum_windows = whole
+
+    patch.setattr(Suite, "run", run)
