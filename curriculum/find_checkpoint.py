@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from curriculum.disk.append import tell
 from curriculum.disk.lock import trained_by
 from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
@@ -95,7 +95,7 @@ def _gold_step(
     if trained_by(directory.path):
         before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in saved]
         told = f"gold/{before[-1]}, the one before it, is used" if before else "there is none before it"
-        print(f"{missing}: is being saved; {told}", file=sys.stderr)
+        tell(f"{missing}: is being saved; {told}")
         return before[-1] if before else None
     raise InputError(
         f"{missing}: is gone, but the record names it as the gold checkpoint: give {option} latest or another step "

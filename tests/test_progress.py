@@ -2,7 +2,10 @@
 
 import io
 
+import pytest
+
 from curriculum.data.progress import WINDOWS, ConsoleProgress, progress_text
+from curriculum.disk.append import tell
 
 
 class Terminal(io.StringIO):
@@ -53,6 +56,18 @@ def test_what_is_under_way_goes_on_where_progress_cannot_be_shown():
             raise BrokenPipeError(32, "Broken pipe")
 
     assert play(Closed(), [(2.5, 25e6, 100e6), (10, 100e6, 100e6)]) == ""
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_is_under_way_goes_on_without_a_stderr(monkeypatch, closed):
+    """A daemon has none; a program may close its own."""
+    stream = io.StringIO() if closed else None
+    monkeypatch.setattr("sys.stderr", stream)
+    if closed:
+        stream.close()
+    clock = iter([0.0, 3.0])
+    ConsoleProgress("encoding", clock=lambda: next(clock))(1, 2)
+    tell("not to be seen")
 
 
 def test_progress_text():

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import xxhash
 
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig, source_files, suffix_of
+from curriculum.disk.append import tell
 from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.errors import InputError
 
@@ -173,7 +173,7 @@ def _locked(path: Path, wait_message: str | None) -> Iterator[bool]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if wait_message is not None:
-            print(wait_message, file=sys.stderr, flush=True)
+            tell(wait_message)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield wait_message is not None
     else:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
+from curriculum.disk.append import is_terminal
+
 QUIET_SECONDS = 2.0  # a job that is over sooner shows nothing
 TERMINAL_SECONDS = 0.2
 PLAIN_SECONDS = 5.0
@@ -31,8 +33,8 @@ class ConsoleProgress:
     ):
         self._label = label
         self._unit = unit
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._stream = stream or sys.stderr  # None again without a stderr, as in a daemon
+        self._terminal = is_terminal(self._stream) and os.environ.get("TERM") != "dumb"
         self._clock = clock
         self._start = self._last = clock()
         self._shown = False
@@ -46,13 +48,14 @@ class ConsoleProgress:
             due = self._shown
         else:
             due = elapsed_seconds >= QUIET_SECONDS and (not self._shown or now - self._last >= pause_seconds)
-        if not due:
+        if not due or self._stream is None:
             return
         line = f"{self._label}: {progress_text(done, total, elapsed_seconds, self._unit)}"
         if self._terminal:  # a line that wraps could not be overwritten
             most = None if finished else self._num_columns() - 1
             line = f"\r\x1b[K{line[:most]}"
-        with suppress(OSError):  # the terminal may be closed, or its disk full: what is under way needs neither
+        # The terminal may be closed, or its disk full: what is under way needs neither.
+        with suppress(OSError, ValueError):
             self._stream.write(line + "\n" * (finished or not self._terminal))
             self._stream.flush()
         self._last, self._shown = now, True

@@ -101,6 +101,6 @@ class Appender:
 
 
 def tell(message: str) -> None:
-    """Print to stderr. Errors are ignored, as it may be a file on the same disk."""
-    with suppress(OSError):
+    """Print to stderr. Errors are ignored: it may be a file on the same disk, or closed."""
+    with suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)

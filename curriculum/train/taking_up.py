@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from curriculum.disk.append import tell
 from curriculum.disk.durable import sync
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
@@ -137,12 +137,12 @@ def _locked(
     for s, folder, why in damaged(directory, resumed):
         to = checkpoints.set_aside(s).relative_to(checkpoints.directory.parent)
         moved.append({"step": s, "why": why, "moved_to": str(to)})
-        print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
+        tell(f"{folder}: is damaged: {why}; moved to {directory.path / to}")
     if moved:
         where = "no checkpoint verifies: the run starts over"
         if resumed is not None:
             where = f"the run continues from step {resumed.step}"
-        print(f"{directory.path}: {where}", file=sys.stderr)
+        tell(f"{directory.path}: {where}")
     return moved
 
 

@@ -5,7 +5,6 @@ Nothing is written but the lock, and the name of a checkpoint that lost it as th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from curriculum.data.config_stores import own_sources
 from curriculum.data.prepare import prepare_tokenizer
 from curriculum.data.sources import would_read
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from curriculum.disk.append import tell
 from curriculum.disk.lock import RunLock
 from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
@@ -51,9 +51,10 @@ def claim(
     if resume is not None and resumed is None and under_way is None:
         told = nothing_to_resume(directory)
         if not step_folders(directory.checkpoints):  # damaged ones are reported
-            print(told, file=sys.stderr)
+            tell(told)
     if under_way is None:
-        print(*(f"{line}\n" for line in resumed_from_copy(directory, resume, resumed)), sep="", end="", file=sys.stderr)
+        for line in resumed_from_copy(directory, resume, resumed):
+            tell(line)
     return resumed, under_way
 
 
@@ -121,7 +122,7 @@ def tell_new_name(config: Config, directory: RunDirectory) -> None:
     was = directory.resolved()["name"] if directory.has_config else config.name
     if was != config.name:
         by = config.origin.options.get("name", config.origin.file)
-        print(f"{directory.path}: is the run {was}; {by} names it {config.name}", file=sys.stderr)
+        tell(f"{directory.path}: is the run {was}; {by} names it {config.name}")
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
