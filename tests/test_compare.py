@@ -442,8 +442,23 @@ def test_mean_losses_of_recipes_with_other_windows_are_said_to_be_apart(tmp_path
     said = (
         "val: the mean losses of coarse and of fine are of other tokens or documents, and say nothing beside each other"
     )
-    assert said in "\n".join(notes(compare(runs)))
+    assert f"{said}; the runs' bits per byte do" in notes(compare(runs))
     assert "say nothing beside each other" not in "\n".join(notes(compare(runs[:2])))
+
+
+def test_of_recipes_with_other_documents_the_bits_per_byte_are_not_said_to_compare(tmp_path):
+    runs = []
+    for name, documents in (("small", range(8)), ("large", range(8, 16))):
+        for seed, nats in enumerate((20.0, 21.0)):
+            of_run = cut_otherwise([nats] * 8, [20] * 8, documents, [1] * 8)
+            runs.append(write_run(tmp_path / f"{name}-{seed}", {"val": lambda _, r=of_run: r}, hashes={"val": name}))
+            change_config(runs[-1], seed=seed, optim={"lr": 1e-5 + documents[0]})
+    compared = compare(runs)
+    assert "they share no document" in compared.refused["val"][0]
+    assert (
+        "val: the mean losses of small and of large are of other tokens or documents, and say nothing beside each other"
+        in notes(compared)
+    )
 
 
 def test_runs_of_two_tokenizers_and_lengths_are_compared_by_the_documents_of_both(tmp_path):

@@ -223,12 +223,14 @@ def _means_apart(comparison: ComparedRuns) -> Iterator[str]:
     apart: dict[str, list[str]] = {}
     for compared in comparison.sets:
         if compared.recipes:
-            apart.setdefault(compared.title, []).append(listed([m.recipe for m in compared.recipes]))
-    for title, groups in apart.items():
+            apart.setdefault(compared.name, []).append(listed([m.recipe for m in compared.recipes]))
+    of_same_documents = {compared.name for compared in comparison.sets if compared.unit == BITS}
+    for name, groups in apart.items():
         if len(groups) > 1:
+            instead = "; the runs' bits per byte do" if name in of_same_documents else ""
             yield (
-                f"{title}: the mean losses of {' and of '.join(groups)} are of other tokens or documents, and say "
-                "nothing beside each other; the runs' bits per byte do"
+                f"{name}: the mean losses of {' and of '.join(groups)} are of other tokens or documents, and say "
+                f"nothing beside each other{instead}"
             )
 
 
