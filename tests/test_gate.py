@@ -168,6 +168,18 @@ def test_a_signal_ends_the_gate_and_the_run_asks_again_when_it_goes_on(place, tm
         assert histories[0] | {"started_at": 0} == histories[1] | {"started_at": 0}
 
 
+def test_a_signal_that_ends_the_gate_before_the_first_update_leaves_nothing_to_save(place, tmp_path):
+    """Of a run that begins from another, whose parameters are a candidate."""
+    adapted = {"evalsets": gated(place), "adaptation": {"init_from": str(place / "unbroken")}}
+    tiny_train(place, tmp_path / "undisturbed", **adapted)
+    (place / "stop").write_text("0")
+    with pytest.raises(Stopped, match="stopped by SIGTERM before the first update"):
+        tiny_train(place, tmp_path / "run", **adapted)
+    (place / "stop").write_text("none")
+    tiny_train(place, tmp_path / "run", resume="latest", **adapted)
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+
+
 def test_the_checkpoint_of_the_last_step_is_told_once_the_gate_has_answered(place, tmp_path):
     """Which no interval asks for: 5 updates, a checkpoint every 2."""
     phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]

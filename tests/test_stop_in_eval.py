@@ -103,3 +103,30 @@ def test_a_branch_knows_the_schedule_from_a_checkpoint_whose_eval_is_still_due(p
     branch(tmp_path / "trunk", 8, tmp_path / "branch", store_dir=place / "store")
     losses = [[row["loss"] for row in run.metrics[:8]] for run in (trunk, load_run(tmp_path / "branch"))]
     assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
+def test_nothing_is_saved_where_a_signal_ends_the_eval_before_the_first_update(place, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        signalled(patch, 0, then=lambda: pytest.fail("the eval goes on"))
+        with pytest.raises(Stopped, match=r"^stopped by SIGTERM before the first update, so nothing had to be saved$"):
+            tiny_train(place, tmp_path / "run", averages=AVERAGES)
+    assert checkpoint_steps(tmp_path / "run/checkpoints") == []
+    tiny_train(place, tmp_path / "run", resume="latest", averages=AVERAGES)
+    assert_same_run(tmp_path / "run", place / "unbroken")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_signal_ends_the_first_eval_of_a_set_that_a_resume_adds(place, tmp_path, number):
+    """Of its raw parameters, and of their moving average."""
+    evalsets = tiny_data(place)["evalsets"]
+    added = evalsets | {"sets": evalsets["sets"] | {"again": {"held_out_of": "web"}}}
+    for run in ("run", "undisturbed"):
+        shutil.copytree(place / "unbroken", tmp_path / run)
+    with pytest.MonkeyPatch.context() as patch:
+        signalled(patch, number, then=lambda: pytest.fail("the eval goes on"))
+        with pytest.raises(Stopped, match="at step 8, which was saved"):
+            tiny_train(place, tmp_path / "run", resume=8, averages=AVERAGES, evalsets=added)
+    tiny_train(place, tmp_path / "run", resume="latest", averages=AVERAGES, evalsets=added)
+    tiny_train(place, tmp_path / "undisturbed", resume=8, averages=AVERAGES, evalsets=added)
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+    assert [e["step"] for e in load_run(tmp_path / "run").events if e["event"] == "eval"] == [0, 3, 6, 8, 9, 12]

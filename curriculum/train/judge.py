@@ -188,7 +188,7 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
             return f"its checkpoint was not saved: {run.why_not_saved}", None, None
 
         def answered() -> tuple[str | None, float | None, int | None, bool]:
-            folder, stopped = run.directory.gold / str(step), lambda: stop is not None and stop.anywhere is not None
+            folder, stopped = run.directory.gold / str(step), lambda: stop.anywhere is not None
             answer = run_gate(config.gate, folder, config.gate_timeout_seconds, stopped)
             if why := damage(folder):
                 if folder.exists():
@@ -198,7 +198,7 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
                 return None, None, stop.anywhere, True
             return answer.reason, answer.score, None, True
 
-        reason, score, stopped_by, whole = from_first(answered, lambda: None if stop is None else stop.received)
+        reason, score, stopped_by, whole = from_first(answered, lambda: stop.received)
         if whole and step == done:
             golds.drop(done)  # its ledger lacks the gate's answer; if the checkpoint is kept, it is saved again
     return reason, score, stopped_by

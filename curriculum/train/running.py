@@ -33,12 +33,12 @@ class Running:
     best: BestCheckpoints
     state: TrainState
     history: History
+    stop: StopSignals  # ends an eval and a running gate
     clock: TrainClock = field(default_factory=TrainClock)
     results: Results = field(init=False)
     # From before the newest gold decision, whose checkpoint may still be being saved.
     gold_before: GoldState = field(default_factory=GoldState)
     why_not_saved: str = ""  # the reason of the last save that failed
-    stop: StopSignals | None = None  # ends a running gate; None during `_begin`, when no work would be lost
 
     def __post_init__(self):
         self.results = Results(self.directory)

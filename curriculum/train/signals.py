@@ -14,7 +14,7 @@ from curriculum.train.processes.together import agreed_stop, is_first, signal_el
 class Stopped(Exception):
     """A signal stopped the run after its checkpoint was saved or, if `why_not` is given, could not be saved.
 
-    `last_good` is then the step of the last good checkpoint.
+    `last_good` is then the step of the last good checkpoint. Before the first update there is nothing to save.
     """
 
     in_every_process = True
@@ -24,6 +24,9 @@ class Stopped(Exception):
         self.signal_number, self.step, self.last_good, self.why_not = signal_number, step, last_good, why_not
 
     def __str__(self) -> str:
+        name = signal.Signals(self.signal_number).name
+        if self.step == 0 and self.last_good is None:
+            return f"stopped by {name} before the first update, so nothing had to be saved"
         saved = "which was saved"
         if self.why_not:
             good = (
@@ -32,7 +35,7 @@ class Stopped(Exception):
                 else f"the last good checkpoint is of step {self.last_good}"
             )
             saved = f"which could not be saved ({self.why_not}): {good}"
-        return f"stopped by {signal.Signals(self.signal_number).name} at step {self.step}, {saved}"
+        return f"stopped by {name} at step {self.step}, {saved}"
 
 
 class StopSignals:

@@ -54,7 +54,8 @@ def train(
 
     Raises InputError, before anything is created, for what the user can fix; also as the run ends, if the disk refused
     its last checkpoint or the end of its record. Raises Stopped after a signal, and RegressionStop if
-    `regression.action` is stop: both once the run is saved, to be resumed (if the disk refuses that, Stopped says so).
+    `regression.action` is stop: both once the run is saved, to be resumed (Stopped says so if the disk refuses that, or
+    if nothing was trained yet).
     Raises Diverged if training diverged and a rollback is not configured or not possible.
     """
     check_is_config(config)
@@ -128,13 +129,14 @@ def train_built(
                 best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
                 record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
             with best, leaving_on_error():
-                run = Running(setup, directory, record, checkpoints, best, state, history)
+                run = Running(setup, directory, record, checkpoints, best, state, history, stop)
                 on = fields.resumption(setup, state, step, rollback, damaged, bad, edits, begins_branch, before)
                 try:
                     worse = _begin(run, step, on)
-                    run.stop = stop
                     decide_gold(run, step or 0)
                     return _loop(run, step or 0, worse)
+                except SuiteStopped:  # in `_begin`
+                    raise run.stopped(stop.received, step or 0) from None
                 except GoingBack as going:
                     resumed, rollback, edits = going.good, going.rollback, going.rollback.edits
             del run, state  # frees the memory before another state is restored
@@ -148,15 +150,17 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     """Record and measure what is due before the first update, or before the first one after `resumed_step`.
 
     `resumption`: (name, event) pairs that record how the run continues. Returns the sets that raised an alarm here.
+    Raises SuiteStopped or Stopped if a signal ends an eval or the gate: nothing is saved, as a resume does all of this
+    again.
     """
     setup = run.setup
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
         _make_ready(run, 0)
-        verdict = judge(run, 0, evaluate(run, 0, list(setup.corpus.evalsets)))
+        evaluated = evaluate(run, 0, list(setup.corpus.evalsets))
         if setup.lineage is not None and setup.config.logging.generate_every:
             generate(run, 0)  # what the model it begins from writes
-        run.keep(0, verdict.keep)
+        _judge_at_first(run, 0, evaluated)
     for name, event in resumption:
         run.record.event(name, resumed_step or 0, **event)
     if resumed_step is None:
@@ -184,9 +188,14 @@ def _catch_up(run: Running, step: int) -> Sequence[str]:
     evaluated = evaluate(run, step, missing) if missing else None
     if switches:
         switch_phase(run, step)
-    if evaluated is None:
-        return ()
+    return () if evaluated is None else _judge_at_first(run, step, evaluated)
+
+
+def _judge_at_first(run: Running, step: int, evaluated: Evaluated) -> Sequence[str]:
+    """Judge an eval of `_begin` or `_catch_up`, and keep what follows; return the sets that got worse."""
     verdict = judge(run, step, evaluated)
+    if verdict.stopped_by is not None:
+        raise run.stopped(verdict.stopped_by, step)
     run.keep(step, verdict.keep)
     return verdict.worse
 
@@ -314,7 +323,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         started = time.perf_counter()
         suite = setup.suite_at(done)
         # Several processes would have to agree before each micro-batch: they finish the eval.
-        stop = None if run.stop is None or count() > 1 else lambda: run.stop.received is not None
+        stop = None if count() > 1 else lambda: run.stop.received is not None
         results = suite.run(setup.states.whole(run.state.params), names, stop=stop)
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is made from saved checkpoints, and written after the saves under way.
