@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -19,11 +18,7 @@ SumWindows = Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]]
 _OF_THE_SET = ("tokens_N", "bytes_N", "document_N", "text_N")  # fields of WindowResults that no model decides
 _SCORES = [name.removesuffix("_N") for name in WindowResults._fields if name not in _OF_THE_SET]
 _NEEDED = [name for name in _SCORES if f"{name}_N" not in WindowResults._field_defaults]
-_UNDER_WAY = 2  # micro-batches started and not waited for, if a stop may be asked for between them
-
-
-class SuiteStopped(Exception):
-    """A measurement was left before its end, as it was asked to stop."""
+_UNDER_WAY = 2  # micro-batches started and not waited for, if progress is told between them
 
 
 class Suite:
@@ -104,48 +99,50 @@ class Suite:
         params: Any,
         names: Iterable[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
-        stop: Callable[[], bool] | None = None,
     ) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; an empty `names` gives an empty result without work.
 
         Unless `one_at_a_time`, all micro-batches are dispatched before a single wait for the results at the end. With
-        `progress`, each micro-batch is waited for, and `progress` is then called with the windows done and all
-        windows. With `stop`, few are under way at a time, and it is asked before each. Micro-batches are looped over in
-        Python: `lax.map` would compile their number into the function, so that each set would need a compilation of its
-        own, or as much padding as the largest set.
+        `progress` few are under way at a time, and it is called before each and at the end with the windows done and
+        all windows; it ends the measurement by what it raises. Micro-batches are looped over in Python: `lax.map` would
+        compile their number into the function, so that each set would need a compilation of its own, or as much padding
+        as the largest set.
 
-        Raises ValueError for a name that is not in the suite, and SuiteStopped once `stop` returns True.
+        Raises ValueError for a name that is not in the suite.
         """
         names = list(self.evalsets if names is None else names)
         for name in names:
             if name not in self.evalsets:
                 raise ValueError(f"no eval set '{name}' in the suite (sets: {', '.join(self.evalsets)})")
         contents = {self.evalsets[name].content_hash: self.evalsets[name].num_windows for name in names}
-        num_rows = []  # of each micro-batch, without those that only fill up the last of a set
-        for content, num_windows in contents.items():
-            size = len(self._micro_batches[content][0][0])
-            num_rows += [min(size, num_windows - start) for start in range(0, num_windows, size)]
-        rows_done = itertools.accumulate(num_rows)
-        under_way: collections.deque[Any] = collections.deque()
+        most = 1 if self._one_at_a_time else _UNDER_WAY if progress is not None else None
+        under_way: collections.deque[tuple[Any, int]] = collections.deque()
+        done, total = 0, sum(contents.values())
 
-        def measured(arrays: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-            if stop is not None:
-                if len(under_way) == _UNDER_WAY:
-                    jax.block_until_ready(under_way.popleft())
-                if stop():
-                    raise SuiteStopped
-            sums = self._sum_windows(params, *arrays)
-            if stop is not None:
-                under_way.append(sums)
-            if self._one_at_a_time or progress is not None:
-                jax.block_until_ready(sums)
+        def measured(arrays: tuple[jax.Array, jax.Array], num_windows: int) -> dict[str, jax.Array]:
+            nonlocal done
+            if len(under_way) == most:
+                started, windows = under_way.popleft()
+                jax.block_until_ready(started)
+                done += windows
             if progress is not None:
-                progress(next(rows_done), sum(num_rows))
+                progress(done, total)
+            sums = self._sum_windows(params, *arrays)
+            if most is not None:
+                under_way.append((sums, num_windows))
             return sums
 
         sums = jax.device_get(
-            {content: [measured(arrays) for arrays in self._micro_batches[content]] for content in contents}
+            {
+                content: [
+                    measured(arrays, min(len(arrays[0]), num_windows - i * len(arrays[0])))
+                    for i, arrays in enumerate(self._micro_batches[content])
+                ]
+                for content, num_windows in contents.items()
+            }
         )
+        if progress is not None and contents:
+            progress(total, total)
         results = {}
         for name in names:
             evalset = self.evalsets[name]

@@ -13,12 +13,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def play(stream, calls):
+def play(stream, calls, passing=False):
     clock = [100.0]
-    progress = ConsoleProgress("web", stream, lambda: clock[0])
+    progress = ConsoleProgress("web", stream, lambda: clock[0], passing=passing)
     for at_seconds, done_bytes, total_bytes in calls:
         clock[0] = 100.0 + at_seconds
         progress(done_bytes, total_bytes)
+    if passing:
+        progress.clear()
     return stream.getvalue()
 
 
@@ -31,6 +33,16 @@ def test_progress_on_the_console(monkeypatch):
     renewed = play(Terminal(), calls)
     assert renewed.count("\r\x1b[K") == 3 and renewed.count("\n") == 1 and renewed.endswith("10s\n")
     assert play(Terminal(), [(0.1, 1e6, 2e6), (1.5, 2e6, 2e6)]) == ""
+
+
+def test_a_job_of_many_is_told_late_and_leaves_no_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    calls = [(5, 10e6, 100e6), (12, 48e6, 100e6), (14, 56e6, 100e6), (25, 100e6, 100e6)]
+    first = "web: 48.0 of 100.0 MB (48%), 4.0 MB/s, ETA 13s"
+    assert play(io.StringIO(), calls, passing=True) == f"{first}\n"
+    shown = play(Terminal(), calls, passing=True).split("\r\x1b[K")
+    assert shown == ["", first, "web: 56.0 of 100.0 MB (56%), 4.0 MB/s, ETA 11s", ""]
+    assert play(Terminal(), [(5, 10e6, 100e6), (9, 100e6, 100e6)], passing=True) == ""
 
 
 def test_progress_is_cut_to_the_terminal_so_that_it_can_be_overwritten(monkeypatch):

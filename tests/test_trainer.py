@@ -715,3 +715,14 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
         assert found["source_loss"]["talks"] == pytest.approx(nats_MT[talks_M][mask_MT[talks_M]].mean(), rel=1e-6)
     finally:
         setup.course.feed.close()
+
+
+def test_a_long_eval_tells_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("curriculum.data.progress.PASSING_SECONDS", 0.0)
+    tiny_train(write_corpus(tmp_path), tmp_path / "run", averages={"ema_decay": 0.9})
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("measuring")]
+    assert re.match(r"measuring step 0: 0 of \d+ windows \(0%\)", told[0])
+    assert {line.split(":")[0] for line in told} == {
+        "measuring step 0",
+        *(f"measuring step {s}{average}" for s in (3, 6, 9, 12) for average in ("", " ema")),
+    }

@@ -1,4 +1,4 @@
-"""Progress of a long job: one line that updates in place on a terminal, else a line every PLAIN_SECONDS."""
+"""Progress of a long job: one line that updates in place on a terminal, else a line every few seconds."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from typing import TextIO
 from curriculum.disk.append import is_terminal
 
 QUIET_SECONDS = 2.0  # a job that is over sooner shows nothing
+PASSING_SECONDS = 10.0  # nor does one of many such as the evals of a run; without a terminal also between its lines
 TERMINAL_SECONDS = 0.2
 PLAIN_SECONDS = 5.0
 
@@ -22,7 +23,10 @@ MEGABYTES, WINDOWS = ("MB", 1e6, 1), ("windows", 1, 0)
 
 
 class ConsoleProgress:
-    """A Progress that writes share, rate and time left to stderr."""
+    """A Progress that writes share, rate and time left to stderr.
+
+    passing: of one job of many, which leaves no line that it is done; `clear` takes the last one off the terminal.
+    """
 
     def __init__(
         self,
@@ -30,8 +34,10 @@ class ConsoleProgress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         unit: Unit = MEGABYTES,
+        passing: bool = False,
     ):
         self._label = label
+        self._passing = passing
         self._unit = unit
         self._stream = stream or sys.stderr  # None again without a stderr, as in a daemon
         self._terminal = is_terminal(self._stream) and os.environ.get("TERM") != "dumb"
@@ -43,22 +49,33 @@ class ConsoleProgress:
         now = self._clock()
         elapsed_seconds = now - self._start
         finished = done == total
-        pause_seconds = TERMINAL_SECONDS if self._terminal else PLAIN_SECONDS
+        quiet_seconds, plain_seconds = (
+            (PASSING_SECONDS, PASSING_SECONDS) if self._passing else (QUIET_SECONDS, PLAIN_SECONDS)
+        )
+        pause_seconds = TERMINAL_SECONDS if self._terminal else plain_seconds
         if finished:
-            due = self._shown
+            due = self._shown and not self._passing
         else:
-            due = elapsed_seconds >= QUIET_SECONDS and (not self._shown or now - self._last >= pause_seconds)
+            due = elapsed_seconds >= quiet_seconds and (not self._shown or now - self._last >= pause_seconds)
         if not due or self._stream is None:
             return
         line = f"{self._label}: {progress_text(done, total, elapsed_seconds, self._unit)}"
         if self._terminal:  # a line that wraps could not be overwritten
             most = None if finished else self._num_columns() - 1
             line = f"\r\x1b[K{line[:most]}"
+        self._write(line + "\n" * (finished or not self._terminal))
+        self._last, self._shown = now, True
+
+    def clear(self) -> None:
+        """Take the line off a terminal, for a job that may have ended before its end."""
+        if self._shown and self._terminal:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
         # The terminal may be closed, or its disk full: what is under way needs neither.
         with suppress(OSError, ValueError):
-            self._stream.write(line + "\n" * (finished or not self._terminal))
+            self._stream.write(text)
             self._stream.flush()
-        self._last, self._shown = now, True
 
     def _num_columns(self) -> int:
         """The terminal's width: COLUMNS or its own, as standard output may be another one or none."""

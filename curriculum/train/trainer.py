@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config, check_is_config
+from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.model.model import Model
@@ -33,7 +34,12 @@ from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build, check_same_config
 from curriculum.train.signals import StopSignals
 from curriculum.train.watch import Evaluated, RegressionStop, transfer_matrix
-from evalsets.suite import SuiteStopped
+from evalsets.metrics import WindowResults
+from evalsets.suite import Suite
+
+
+class _EvalLeft(Exception):
+    """A signal ended an eval between two micro-batches."""
 
 
 def train(
@@ -135,7 +141,7 @@ def train_built(
                     worse = _begin(run, step, on)
                     decide_gold(run, step or 0)
                     return _loop(run, step or 0, worse)
-                except SuiteStopped:  # in `_begin`
+                except _EvalLeft:  # in `_begin`
                     raise run.stopped(stop.received, step or 0) from None
                 except GoingBack as going:
                     resumed, rollback, edits = going.good, going.rollback, going.rollback.edits
@@ -150,7 +156,7 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     """Record and measure what is due before the first update, or before the first one after `resumed_step`.
 
     `resumption`: (name, event) pairs that record how the run continues. Returns the sets that raised an alarm here.
-    Raises SuiteStopped or Stopped if a signal ends an eval or the gate: nothing is saved, as a resume does all of this
+    Raises _EvalLeft or Stopped if a signal ends an eval or the gate: nothing is saved, as a resume does all of this
     again.
     """
     setup = run.setup
@@ -247,7 +253,7 @@ def _finish_step(run: Running, done: int, worse: Sequence[str]) -> None:
         names = [name for name in config.eval_sources if name in names or name not in run.history.watch.sets]
     try:
         evaluated = evaluate(run, done, names) if names else None
-    except SuiteStopped:
+    except _EvalLeft:
         run.history = replace(run.history, eval_left=True)
         verdict = Verdict(stopped_by=run.stop.received)
     else:
@@ -313,8 +319,8 @@ def log(run: Running, done: int) -> None:
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
     """Measure the named sets after `done` updates, and compare them with their baselines.
 
-    A diverged state is not measured: raises what `check_diverged` raises. Raises SuiteStopped, and records nothing, if
-    a signal to stop arrived before the end.
+    A diverged state is not measured: raises what `check_diverged` raises. Raises _EvalLeft, and records nothing, if a
+    signal to stop arrived before the end.
     """
     setup = run.setup
     with run.clock.paused(run.state):
@@ -322,20 +328,37 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
             check_diverged(run, done, whole_state=True)
         started = time.perf_counter()
         suite = setup.suite_at(done)
-        # Several processes would have to agree before each micro-batch: they finish the eval.
-        stop = None if count() > 1 else lambda: run.stop.received is not None
-        results = suite.run(setup.states.whole(run.state.params), names, stop=stop)
+        results = _measure(run, done, suite, run.state.params, names)
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is made from saved checkpoints, and written after the saves under way.
             run.settle(done)
         averages, notes = averages_at(setup, done, run.state, run.directory)
-        averaged = {name: suite.run(setup.states.whole(params), names, stop=stop) for name, params in averages.items()}
+        averaged = {name: _measure(run, done, suite, params, names, name) for name, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         run.history, evaluated = run.history.with_eval(setup, done, results)
         evaluated = evaluated._replace(notes=[*evaluated.notes, *notes])
         run.record.event("eval", done, **fields.eval_event(setup, done, evaluated, averaged, duration_s))
     return evaluated
+
+
+def _measure(
+    run: Running, done: int, suite: Suite, params: Any, names: list[str], average: str = ""
+) -> dict[str, WindowResults]:
+    """Measure parameters after `done` updates, and tell how far that is if it takes long; raises _EvalLeft."""
+    progress = ConsoleProgress(f"measuring step {done:,} {average}".rstrip(), unit=WINDOWS, passing=True)
+
+    def between(windows: int, of: int) -> None:
+        # Several processes would have to agree before each micro-batch: they finish the eval.
+        if run.stop.received is not None and windows < of and count() == 1:
+            raise _EvalLeft
+        if is_first():
+            progress(windows, of)
+
+    try:
+        return suite.run(run.setup.states.whole(params), names, progress=between)
+    finally:
+        progress.clear()
 
 
 def generate(run: Running, done: int) -> None:
