@@ -507,10 +507,6 @@ def test_the_command_ends_while_something_is_compiled(ends, code, told):
     assert (done.returncode, done.stdout) == (code, "saved\n") and told in done.stderr
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 def test_the_callers_context_of_jax_holds_for_what_is_compiled_ahead():
     """jax's context managers hold in their own thread: a later phase would be compiled without them, and a resume with."""
     compiled_in = []
@@ -526,3 +522,7 @@ def test_the_callers_context_of_jax_holds_for_what_is_compiled_ahead():
     programs.ahead([3])
     assert programs[3] is usual
     assert compiled_in == [False, False, True]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
