@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -171,18 +171,52 @@ def absent(path: Path) -> str:
     return "; it does not exist"
 
 
-def runs_in(paths: Iterable[str | os.PathLike]) -> list[Path]:
-    """Run directories as given; a folder of runs stands for all of its other runs, in order of name."""
-    found: list[Path] = []
+def load_runs(paths: Iterable[str | os.PathLike], check: Callable[[Run], object]) -> tuple[list[Run], dict[str, str]]:
+    """The runs at these paths, and {path: why} of those that are left out.
+
+    A folder of runs stands for all of its other runs, in order of name. One of them is left out if it cannot be read,
+    or if `check` raises InputError for it. Raises InputError for a run that is given itself, and if none is left.
+    """
+    runs, damaged = [], {}
+    for path, is_given in _runs_in(paths):
+        try:
+            run = load_run(path)
+            check(run)
+            runs.append(run)
+        except InputError as error:
+            if is_given:
+                raise
+            damaged[str(path)] = error.problems[0]
+    if damaged and not runs:
+        raise InputError(*damaged.values())
+    return runs, damaged
+
+
+def left_out(damaged: Mapping[str, str]) -> list[str]:
+    """A line for each run that `load_runs` left out."""
+    return [f"{path}: left out: {why}" for path, why in damaged.items()]
+
+
+def _runs_in(paths: Iterable[str | os.PathLike]) -> list[tuple[Path, bool]]:
+    """Run directories, and whether each is given itself, or found in a folder that is."""
+    found: list[tuple[Path, bool]] = []
     for path in map(Path, paths):
         below = [] if RunDirectory(path).has_config else runs_below(path)
-        there = {run.resolve() for run in found}
-        found += [path / name for name in below if (path / name).resolve() not in there] if below else [path]
+        there = {run.resolve() for run, _ in found}
+        others = [(path / name, False) for name in below if (path / name).resolve() not in there]
+        found += others if below else [(path, True)]
     return found
 
 
 def runs_below(folder: str | os.PathLike) -> list[str]:
-    """Names of the run directories directly in a folder, `run10` after `run9`; none if the folder does not exist."""
+    """Names of the run directories directly in a folder, `run10` after `run9`; none if the folder does not exist.
+
+    Those that have lost their config are among them.
+    """
     names = names_in(Path(folder)) if os.path.isdir(folder) else []
-    found = [name for name in names if RunDirectory(Path(folder) / name).has_config]
+    found = [name for name in names if _is_run(Path(folder) / name)]
     return sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
+
+
+def _is_run(path: Path) -> bool:
+    return RunDirectory(path).has_config or os.path.exists(path / EVENTS)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -278,6 +279,49 @@ def test_a_run_without_an_eval_is_left_out(tmp_path, pair):
     found = compare([pair[0], begun, pair[1]])
     assert [m.run for m in found.sets[0].runs] == ["first", "second"]
     assert found.unmeasured == ("begun",) and notes(found)[0] == "begun: no eval yet, left out"
+
+
+def _half(file):
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "why"),
+    [
+        ("config.resolved.json", _half, "config.resolved.json: cannot be read: "),
+        ("config.resolved.json", Path.unlink, "config.resolved.json: is missing; "),
+        ("events.jsonl", Path.unlink, "events.jsonl: no such file; "),
+        ("events.jsonl", lambda file: file.write_bytes(b"\0\n" + file.read_bytes()), "events.jsonl:1: got "),
+        ("events.jsonl", lambda file: file.write_text(file.read_text().partition("\n")[2]), "events.jsonl:1: got eval"),
+        ("evals/100.npz", _half, "evals/100.npz: cannot be read: "),
+        ("evals/100.npz", Path.unlink, "evals/100.npz: no such file; "),
+    ],
+)
+def test_a_damaged_run_of_a_folder_is_left_out(tmp_path, pair, file, damage, why):
+    damaged = write_run(tmp_path / "damaged", {"val": lambda step: 3.0})
+    damage(damaged / file)
+    found = compare([tmp_path])
+    assert [run["name"] for run in found.runs] == ["first", "second"]
+    ((path, told),) = found.damaged.items()
+    assert (
+        path == str(damaged) and told.startswith(f"{damaged}/{why}") and notes(found)[0] == f"{path}: left out: {told}"
+    )
+    with pytest.raises(InputError, match=re.escape(why)):
+        compare([*pair, damaged])
+    shutil.rmtree(pair[0])
+    with pytest.raises(InputError, match="got 1 run, expected two or more to compare") as error:
+        compare([tmp_path])
+    assert error.value.details == (f"{path}: left out: {told}",)
+
+
+def test_a_folder_of_damaged_runs_alone_is_an_error(tmp_path, pair):
+    for run in pair:
+        _half(run / "config.resolved.json")
+    with pytest.raises(InputError) as error:
+        compare([tmp_path])
+    assert [problem.partition(": cannot be read")[0] for problem in error.value.problems] == [
+        f"{run}/config.resolved.json" for run in pair
+    ]
 
 
 def test_the_same_run_twice_differs_by_exactly_nothing(pair):

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from command_line import run_here
 from test_compare import branch, recipe_runs
 from written_run import PHASES, command, offender, windows, write_run
 
@@ -737,6 +739,29 @@ def test_what_cannot_be_reported_is_said(rich, tmp_path):
     with pytest.raises(InputError, match="full: cannot be written: No space left"):
         write_report([rich], full)
     assert full.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_damaged_runs_of_a_folder_are_left_out_and_told(tmp_path):
+    runs = [write_run(tmp_path / "runs" / name, {"val": lambda step: 3.0}) for name in "abcd"]
+    (runs[1] / "config.resolved.json").write_text("{")
+    (runs[2] / "metrics.jsonl").write_text("{\n")
+    (runs[3] / "events.jsonl").write_text("")
+    output = tmp_path / "r.html"
+    code, out, errors = run_here("report", tmp_path / "runs", "-o", output)
+    assert code == 0 and out.startswith(f"{output}: ")
+    told = errors.splitlines()
+    for run, file, line in zip(
+        runs[1:], ("config.resolved.json", "metrics.jsonl:1", "events.jsonl"), told, strict=True
+    ):
+        assert line.startswith(f"{run}: left out: {run / file}: ")
+    page = Checked(output.read_text())
+    assert all(line in page.text for line in told) and "<h1>a</h1>" in output.read_text()
+    with pytest.raises(InputError, match="c/metrics.jsonl:1: got "):
+        write_report(runs[:3:2], output)
+    shutil.rmtree(runs[0])
+    assert run_here("report", tmp_path / "runs", "-o", output)[::2] == (
+        2, "".join(f"error: {line.partition(': left out: ')[2]}\n" for line in told),
+    )  # fmt: skip
 
 
 def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):

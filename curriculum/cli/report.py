@@ -17,5 +17,6 @@ def command(runs, output):
     """
     from curriculum.views.report import write_report
 
-    write_report(runs, output)
+    for line in write_report(runs, output):
+        click.echo(line, err=True)
     click.echo(f"{output}: {output.stat().st_size / 1000:,.0f} kB; open it in a browser")

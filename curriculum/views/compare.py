@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from curriculum.record.events import config_name
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import listed, signed
-from curriculum.run import Run, load_run, runs_in
+from curriculum.run import Run, left_out, load_runs
 from curriculum.run_directory import names_in, read_arrays
 from curriculum.views.comparison import (
     BITS,
@@ -53,12 +54,26 @@ def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") 
 
     Or at "gold": each by its own gold checkpoint, which `export` takes, or by its last eval if it has none.
 
-    A folder of runs stands for all of its runs. Runs without any eval yet are left out.
+    A folder of runs stands for all of its runs. Runs without any eval yet are left out, and damaged runs of a folder.
 
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
     """
     check_several("run_dirs", run_dirs)
-    return compare_runs([load_run(path) for path in runs_in(run_dirs)], at=at)
+    unreadable: dict[Path, InputError] = {}
+
+    def check(run: Run) -> object:
+        if error := unreadable.get(run.directory.path):
+            raise error
+        return run.events and run.start  # an empty record is that of a run without an eval
+
+    while True:
+        runs, damaged = load_runs(run_dirs, check)
+        try:
+            return replace(compare_runs(runs, at=at), damaged=damaged)
+        except _UnreadableWindows as error:  # which evals count depends on all runs: again, without this one
+            unreadable[error.path] = error
+        except InputError as error:
+            raise InputError(*error.problems, details=[*error.details, *left_out(damaged)]) from None
 
 
 def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRuns:
@@ -247,6 +262,14 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({long[: i + 1].count(name)})" if long.count(name) > 1 else name for i, name in enumerate(long)]
 
 
+class _UnreadableWindows(InputError):
+    """The windows of an eval of the run at `path` cannot be read."""
+
+    def __init__(self, path: Path, *problems: str):
+        self.path = path
+        super().__init__(*problems)
+
+
 @dataclass(eq=False)
 class _Side:
     """A run under its name in the comparison, with the evals and the content hash of each set.
@@ -270,14 +293,17 @@ class _Side:
     def windows(self, name: str, point: EvalPoint) -> WindowResults:
         """The windows of a set at an eval. Raises InputError if they are not on file."""
         step, path = point.step, self.run.directory.results(point.step)
-        if step not in self._files:
-            if path.name not in names_in(path.parent):
-                raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
-            self._files[step] = read_arrays(path)
         try:
+            if step not in self._files:
+                if path.name not in names_in(path.parent):
+                    raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
+                self._files[step] = read_arrays(path)
             return recorded_windows(path, self._files[step], config_name(name), point.loss)
         except KeyError:
-            raise InputError(f"{path}: has no windows of {name}, which the record says was measured then") from None
+            told = f"{path}: has no windows of {name}, which the record says was measured then"
+            raise _UnreadableWindows(self.run.directory.path, told) from None
+        except InputError as error:
+            raise _UnreadableWindows(self.run.directory.path, *error.problems) from None
 
     def texts(self, name: str) -> np.ndarray | None:
         """The documents of a set's last eval on file, a hash for each window; None if it does not tell them apart."""

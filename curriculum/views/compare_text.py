@@ -18,6 +18,7 @@ from curriculum.record.wording import (
     metric_titles,
     signed,
 )
+from curriculum.run import left_out
 from curriculum.views.compare import SEED_SPREAD_NATS
 from curriculum.views.comparison import BITS, ComparedRuns, ComparedSet, RecipeOnSet, RunOnSet
 from curriculum.views.config_differences import rows as config_rows
@@ -147,6 +148,7 @@ def which_evals(comparison: ComparedRuns) -> str:
 def notes(comparison: ComparedRuns) -> list[str]:
     """Notes on the comparison: sets left out, shared pasts, unequal tokens, and what the differences cannot show."""
     lines = [f"{name}: no eval yet, left out" for name in comparison.unmeasured]
+    lines += left_out(comparison.damaged)
     lines += [f"{name}: not compared: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from curriculum.record.events import plain
@@ -119,6 +119,7 @@ class ComparedRuns:
     `common` is None and `begun` empty.
     alone: runs that share no set with another; they enter with their last eval.
     unmeasured: runs without any eval yet, which are left out.
+    damaged: {path: why} for runs of a folder that cannot be read, which are left out.
     recipes: the runs by what they share but their seeds, in the order given; none if no recipe has two of the runs.
     begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
     base enters with its last eval at or before that step, or the latest such step if several runs began from it.
@@ -144,6 +145,7 @@ class ComparedRuns:
     unmeasured: tuple[str, ...]
     recipes: tuple[Recipe, ...]
     config: tuple[dict[str, Any], ...]
+    damaged: dict[str, str] = field(default_factory=dict)
 
     @property
     def base_steps(self) -> dict[str, int]:

@@ -11,16 +11,18 @@ from pathlib import Path
 
 from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError, check_several
-from curriculum.run import Run, load_run, runs_in
+from curriculum.run import Run, left_out, load_runs
 from curriculum.views.compare import labels
 from curriculum.views.inspection import inspect_run
-from curriculum.views.page import document
+from curriculum.views.page import document, tag
 from curriculum.views.report_run import of_run
 from curriculum.views.report_runs import of_runs
 
 
-def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> None:
+def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> list[str]:
     """Write the report of one or more runs to the file `output`; a folder of runs stands for all of its runs.
+
+    Runs of a folder that have not begun or cannot be read are left out. Returns a line on each, as on the page.
 
     Raises InputError if there is no run, one has not begun or cannot be read, or `output` cannot be written. An earlier
     report is replaced; another file, such as a run's record, is refused.
@@ -30,7 +32,9 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file path in an existing folder, such as report.html")
     # A folder's name need not be valid text: other bytes are shown escaped.
-    page = report([load_run(run_dir) for run_dir in runs_in(run_dirs)]).encode(errors="backslashreplace").decode()
+    runs, damaged = load_runs(run_dirs, lambda run: (run.start, run.metrics))
+    without = left_out(damaged)
+    page = report(runs, without).encode(errors="backslashreplace").decode()
     try:
         if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
             path.write_text(page, encoding="utf-8")
@@ -40,6 +44,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
             write_whole(path, page, durable=False)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error.strerror}") from None
+    return without
 
 
 def _is_page(path: Path) -> bool:
@@ -48,11 +53,15 @@ def _is_page(path: Path) -> bool:
     return (not start and path.suffix == ".html") or start.lstrip().lower().startswith(b"<!doctype html")
 
 
-def report(runs: Sequence[Run]) -> str:
-    """The report as HTML. Raises InputError if there is no run, or one has not begun."""
+def report(runs: Sequence[Run], without: Sequence[str] = ()) -> str:
+    """The report as HTML; `without` are lines on runs that are left out. Raises InputError if there is no run.
+
+    Also if one has not begun.
+    """
     if not runs:
         raise InputError("got no run, expected one or more to report on")
     names = labels(runs)
+    told = [tag("p", line, class_="bad") for line in without]
     if len(runs) == 1:
-        return document(f"{names[0]}: training report", *of_run(runs[0], inspect_run(runs[0]), names[0]))
-    return document(f"{', '.join(names)}: comparison", *of_runs(runs, names))
+        return document(f"{names[0]}: training report", *told, *of_run(runs[0], inspect_run(runs[0]), names[0]))
+    return document(f"{', '.join(names)}: comparison", *told, *of_runs(runs, names))
