@@ -473,6 +473,35 @@ def test_of_many_regressions_the_largest_rises_are_told(tmp_path):
     assert [name for name, *_ in named] == ["lost", *(f"s{i}" for i in range(13, 2, -1))] and rest == ["and", "2"]
 
 
+def test_a_run_that_an_alarm_stopped_says_by_which_and_how_to_go_on(tmp_path):
+    worse = [offender("law", "best", 0, first_step=60), offender("val", "best", 40, first_step=40)]
+    alarm = ("eval_regression", {"phase": "foundation", "action": "the run stops here", "offenders": worse})
+    path = write_run(tmp_path / "run", LOSSES, until=60, more={60: [alarm]})
+    for step in ("0", "40"):
+        for item in CHECKPOINT_ITEMS:
+            (path / "checkpoints" / step / item).mkdir(parents=True)
+    facts = inspect_run(load_run(path))
+    told = "eval regression at step 60: law 2.6000: +0.5000 (95 % +0.4000 to +0.6000) against best at step 0 "
+    stopped = facts["progress"]["stopped"]
+    assert (stopped["step"], stopped["sets"]) == (60, ["law"]) and stopped["verdict"].startswith(told)
+    assert "stopped by an alarm, in phase domain" in shown(path)
+    assert f"trouble regression.action: stop: {told}" in shown(path)
+    assert facts["commands"]["go back"].endswith(f" branch {path} --at 0 --run-dir NEW --set KEY=VALUE")
+    assert f"train {path / 'config.yaml'} --run-dir {path} --resume latest" in facts["commands"]["go on"]
+    with locked_by_another(path):
+        assert inspect_run(load_run(path))["progress"]["stopped"] is None
+    # Where an alarm is found as the run is taken up, the run ends after one more update; resumed, it goes on.
+    with open(path / "metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"step": 61, "loss": 3.0, "lr": 1e-3, "tokens_per_sec": None}) + "\n")
+    assert "stopped by an alarm" in shown(path)
+    start = load_run(path).start
+    resume = ("resume", {key: start[key] for key in ("plan", "devices", "evalsets")})
+    for case, later in ((resume, {}), (("eval_recovered", {"phase": "domain", "offenders": []}), {"until": 80})):
+        other = write_run(tmp_path / case[0], LOSSES, **{"until": 60, **later}, more={60: [alarm, case]})
+        assert inspect_run(load_run(other))["progress"]["stopped"] is None
+        assert "not finished" in shown(other) and "go back" not in shown(other)
+
+
 def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_path):
     alarm = {"phase": "domain", "action": "stop", "offenders": [offender("law", "best", 60, first_step=60)]}
     start = load_run(write_run(tmp_path / "whole", LOSSES)).start

@@ -26,6 +26,7 @@ from curriculum.train.judge import _act, _worst
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from curriculum.train.watch import Evaluated
+from curriculum.views.inspection import inspect_run
 from evalsets import gold
 from evalsets.gold import GoldState, Regressed, kept_steps
 from evalsets.suite import Suite
@@ -378,7 +379,9 @@ def test_stop_saves_ends_with_code_0_and_may_be_resumed(run_dir, told, texts, st
         rf"or go back to before that with `\S+ branch {re.escape(str(run_dir))} --at {SWITCH} --run-dir NEW .*`",
         last,
     )
-    assert load_run(run_dir).complete is None
+    facts = inspect_run(run_dir)
+    assert load_run(run_dir).complete is None and facts["progress"]["stopped"]["step"] == alarm["step"]
+    assert f"`{facts['commands']['go back']}`" in last
 
     train(forgetful(texts), run_dir, resume="latest", store_dir=store)
     assert [e["step"] for e in events(run_dir, "resume")][-1] == alarm["step"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,25 +40,10 @@ def stopped_runs(go_on: str, run_dir: Path) -> Iterator[None]:
 
 
 def _way_back(run_dir: Path) -> str:
-    """How to branch off from the last checkpoint before the rises of the last alarm, or else before some of them.
-
-    Nothing if there is no such checkpoint.
-    """
-    from curriculum.find_checkpoint import checkpoint_steps
-    from curriculum.record.commands import program
-    from curriculum.record.sentences import new_offenders
-    from curriculum.run import DEFAULT_STORE_DIR, load_run
+    """How to go back to before the last alarm of a run; nothing if no checkpoint is that old."""
+    from curriculum.run import load_run
+    from curriculum.views.inspection import way_back
 
     run = load_run(run_dir)
-    alarm = next(event for event in reversed(run.events) if event["event"] == "eval_regression")
-    before: dict[str, int] = {}  # by set, the newest eval that it is worse than
-    for pair in new_offenders(alarm)[0]:
-        before[pair["set"]] = max(before.get(pair["set"], 0), pair["baseline_step"])
-    steps = [step for place in run.directory.places for step in checkpoint_steps(place)]
-    earlier = [[step for step in steps if step <= newest] for newest in sorted(before.values())]
-    at = max(next(filter(None, earlier), ()), default=None)
-    if at is None:
-        return ""
-    stores = "" if run.store_dir == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(run.store_dir)}"
-    command = f"{program('curriculum')} branch {shlex.quote(str(run_dir))} --at {at} --run-dir NEW{stores}"
-    return f", or go back to before that with `{command} --set KEY=VALUE`"
+    command = way_back(run, next(event for event in reversed(run.events) if event["event"] == "eval_regression"))
+    return f", or go back to before that with `{command}`" if command else ""

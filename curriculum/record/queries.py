@@ -12,10 +12,12 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.record.curves import all_sets
-from curriculum.record.events import eval_sets, number, record_name, unstamped
+from curriculum.record.events import TAKEN_UP, eval_sets, number, record_name, unstamped
 from curriculum.run import Run
 from curriculum.run_directory import read_json
 from evalsets.summary import Recorded
+
+STOPS_HERE = "the run stops here"  # the `action` of an `eval_regression` that ends its run
 
 _Mark = tuple[str, int, Mapping[str, int], Mapping[str, int]]  # phase, step, tokens read and consumed by then
 
@@ -186,6 +188,19 @@ def acts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             else:
                 of_step["edits"].append(unstamped(event))
     return acts
+
+
+def stopping_alarm(events: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
+    """The `eval_regression` that ended a run trained up to `step`; None if none did, or the run went on since.
+
+    An alarm of the eval where a run is taken up ends it one update later.
+    """
+    for event in reversed(events):
+        if event["event"] in TAKEN_UP or event["step"] < step - 1:
+            return None
+        if event["event"] == "eval_regression" and event["action"] == STOPS_HERE:
+            return event
+    return None
 
 
 def warned_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from curriculum.disk.append import tell
 from curriculum.disk.manifest import damage
 from curriculum.record.events import number, plain, record_name
+from curriculum.record.queries import STOPS_HERE
 from curriculum.train.checkpoints.best import kept_as
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.gate import run_gate
@@ -94,7 +95,7 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
     if done == course.total_steps or action == "log":
         return [], None
     if action == "stop":
-        return [], "the run stops here"
+        return [], STOPS_HERE
     if action != "replay":
         raise ValueError(f"no such action: {action!r}")
     if done in course.phase_ends:

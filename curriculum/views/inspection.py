@@ -28,10 +28,11 @@ from curriculum.record.queries import (
     measured_sets,
     planned_tokens,
     standing_regressions,
+    stopping_alarm,
     warned_sets,
 )
-from curriculum.record.sentences import skipped_counts, skipped_line, verdict
-from curriculum.run import Run, load_run
+from curriculum.record.sentences import new_offenders, skipped_counts, skipped_line, verdict
+from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import step_folders
 
 
@@ -52,6 +53,7 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     except InputError as error:
         problems += error.problems
     trainer = trained_by(path)
+    alarm = stopping_alarm(run.events, step) if trainer is None else None
     checkpoints = {place.name: checkpoint_steps(place) for place in run.directory.places}
     steps = checkpoints["checkpoints"]
     if steps and trainer is None:
@@ -69,7 +71,7 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
         "path": str(path),
         "model": run.start["model"],
         "devices": next(event["devices"] for event in newest_first if event["event"] in TAKEN_UP),
-        "progress": _progress(run, step, row, trainer),
+        "progress": _progress(run, step, row, trainer, alarm),
         "phases": [
             {
                 **phase,
@@ -88,14 +90,16 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
         "samples": next((_samples(event) for event in newest_first if event["event"] == "generation"), None),
         "checkpoints": checkpoints,
         "superseded_bytes": _disk_bytes(run.directory.superseded),
-        "commands": _commands(run, checkpoints, longer),
+        "commands": _commands(run, checkpoints, longer, alarm),
         "longer_needs_jump": bool(run.complete and steps) and longer is None,
         "problems": problems,
     }
 
 
-def _progress(run: Run, step: int, row: Mapping[str, Any] | None, trainer: str | None) -> dict[str, Any]:
-    """How far a run is, of which the record has reached `step` and the newest metrics are `row`."""
+def _progress(
+    run: Run, step: int, row: Mapping[str, Any] | None, trainer: str | None, alarm: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """How far a run is: its record has reached `step`, the newest metrics are `row`, and `alarm` ended it, if any."""
     events, phases = run.events, run.plan["phases"]
     return {
         "step": step,
@@ -114,9 +118,15 @@ def _progress(run: Run, step: int, row: Mapping[str, Any] | None, trainer: str |
         # Not a count: if the run went back to one checkpoint twice, the record keeps the second rollback only.
         "num_rollbacks": max((event["number"] for event in events if event["event"] == "rollback"), default=0),
         "unsaved": _unsaved(events),
+        "stopped": alarm and _stopped(alarm),
         "diverged": run.diverged and verdict(run.diverged),
         "num_resumes": sum(event["event"] == "resume" and not event.get("begins_branch") for event in events),
     }
+
+
+def _stopped(alarm: Mapping[str, Any]) -> dict[str, Any]:
+    sets = dict.fromkeys(pair["set"] for pair in new_offenders(alarm)[0])
+    return {"step": alarm["step"], "sets": [*sets], "verdict": verdict(alarm)}
 
 
 def _samples(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,10 +235,13 @@ def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> l
     return [edit for _, edit in sorted((planned | edits).items())]
 
 
-def _commands(run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | None) -> dict[str, str]:
+def _commands(
+    run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | None, alarm: Mapping[str, Any] | None
+) -> dict[str, str]:
     """Commands to type next, keyed by what they do.
 
     `checkpoints`: steps by place. `longer`: that from which a complete run can be trained for longer, None if none can.
+    `alarm`: the one that ended the run, if any.
     """
     path, me = run.directory.path, program("curriculum")
     typed_path = shlex.quote(str(path))
@@ -244,12 +257,32 @@ def _commands(run: Run, checkpoints: Mapping[str, Sequence[int]], longer: int | 
             commands["train longer"] = go_on(step, MORE_EPOCHS if ended_early_of(run) else MORE_STEPS)
         else:
             commands["go on"] = go_on()
+    if alarm and (back := way_back(run, alarm)):
+        commands["go back"] = back
     commands["report"] = f"{me} report {typed_path} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {typed_path} OTHER_RUN"
     format_name = "safetensors" if own_model else "hf"
     if any(checkpoints.values()):
         commands["export"] = f"{me} export {typed_path} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
+
+
+def way_back(run: Run, alarm: Mapping[str, Any]) -> str | None:
+    """The command that branches off from the last checkpoint before the rises of an alarm, or else before some of them.
+
+    None if there is no such checkpoint.
+    """
+    before: dict[str, int] = {}  # by set, the newest eval that it is worse than
+    for pair in new_offenders(alarm)[0]:
+        before[pair["set"]] = max(before.get(pair["set"], 0), pair["baseline_step"])
+    steps = [step for place in run.directory.places for step in checkpoint_steps(place)]
+    earlier = [[step for step in steps if step <= newest] for newest in sorted(before.values())]
+    at = max(next(filter(None, earlier), ()), default=None)
+    if at is None:
+        return None
+    stores = "" if run.store_dir == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(run.store_dir)}"
+    trunk = shlex.quote(str(run.directory.path))
+    return f"{program('curriculum')} branch {trunk} --at {at} --run-dir NEW{stores} --set KEY=VALUE"
 
 
 def _few_skips(row: Mapping[str, Any]) -> bool:

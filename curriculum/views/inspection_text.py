@@ -111,12 +111,15 @@ def _checkpoint_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def state_text(progress: Mapping[str, Any]) -> str:
-    """Whether a run is finished, being trained, diverged or just not finished; unless finished, with its phase."""
+    """Whether a run is finished, being trained, diverged, stopped by an alarm or just not finished.
+
+    Unless finished, with its phase.
+    """
     if progress["finished"]:
         asked = progress["ended_early_of"]
         why = f" early, of {asked:,} steps asked for: a source with on_exhaust: stop is used up" if asked else ""
         return f"finished{why}"
-    state = "diverged" if progress["diverged"] else "not finished"
+    state = "diverged" if progress["diverged"] else "stopped by an alarm" if progress["stopped"] else "not finished"
     if progress["trained_by"]:
         state = f"being trained by {progress['trained_by']}"
     return f"{state}, in phase {progress['phase']}"
@@ -143,11 +146,15 @@ def model_text(model: Mapping[str, Any]) -> str:
 
 
 def troubles(progress: Mapping[str, Any]) -> list[str]:
-    """What went wrong in training, a line each: many skipped updates, rollbacks, checkpoints not saved, divergence."""
+    """What went wrong in training, a line each.
+
+    That is many skipped updates, rollbacks, checkpoints not saved, an alarm that ended it, divergence.
+    """
     rollbacks = progress["num_rollbacks"]
     rolled_back = f"rolled back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
     skipped = None if progress["skips_are_few"] else progress["skipped"]
-    return [line for line in (skipped, rolled_back, progress["unsaved"], progress["diverged"]) if line]
+    stopped = f"regression.action: stop: {progress['stopped']['verdict']}" if progress["stopped"] else None
+    return [line for line in (skipped, rolled_back, progress["unsaved"], stopped, progress["diverged"]) if line]
 
 
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
