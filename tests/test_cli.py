@@ -239,6 +239,22 @@ def test_prepare_then_plan_knows_the_epochs(folder):
     assert "?" not in run(folder, "plan", "c.yaml").stdout
 
 
+def test_prepare_prints_json(folder):
+    copies = "evalsets.sets.copies={path: copies.jsonl}"
+    (folder / "copies.jsonl").write_text('{"text": "one and the same"}\n' * 3)
+    done = run(folder, "prepare", "c.yaml", "--set", copies, "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and list(told) == ["tokenizer", "sources", "evalsets", "warnings"]
+    assert told["tokenizer"]["kind"] == "byte" and told["tokenizer"]["vocab_size"] == 257
+    assert told["sources"]["web"]["documents"] == 107 and told["evalsets"]["primary"]["documents"] == 13
+    assert told["evalsets"]["copies"]["bytes"] == 48 and len(told["evalsets"]["copies"]["content_hash"]) == 32
+    in_words = run(folder, "prepare", "c.yaml", "--set", copies).stdout.splitlines()
+    assert [f"warning: {line}" for line in told["warnings"]] == in_words[-2:]
+    done = run(folder, "prepare", "--text", "copies.jsonl", "--tokenizer", "byte", "--output", "tokens", "--json")
+    sizes = {"documents": 3, "tokens": 51, "empty_documents": 0}
+    assert json.loads(done.stdout) == {"output": "tokens", "dtype": "u16", **sizes, "warnings": []}
+
+
 def test_prepare_tells_the_share_of_scored_tokens(folder):
     # As bytes "U", "A" + an answer of 2, ";", end-of-text: 4 of 6 are scored.
     rows = [

@@ -353,6 +353,20 @@ def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, arguments, 
     )
 
 
+def test_what_was_written_is_told_as_json(run, tmp_path):
+    out = tmp_path / "out"
+    code, told, _ = run_here("export", run, "--format", "safetensors", "--step", "latest", "-o", out, "--json")
+    found = json.loads(told)
+    files = found.pop("files")
+    assert code == 0 and files["model.safetensors"] == (out / "model.safetensors").stat().st_size
+    assert files["tokenizer/tokenizer.json"] and len(files) == len([f for f in out.rglob("*") if f.is_file()])
+    step = json.loads((run / "training_state.json").read_text())["step"]
+    assert found == {
+        "run": str(run), "step": step, "output": str(out), "format": "safetensors", "weights": "raw", "dtype": "f32",
+        "merge": False,
+    }  # fmt: skip
+
+
 def test_which_checkpoint_was_taken_is_told_of_a_run_without_a_record_too(tmp_path):
     gold = {"metric": "primary/loss", "value": 3.0, "previous": None, "previous_step": None}
     run = write_run(tmp_path / "run", {"val": lambda step: 3.0}, more={60: [("gold_checkpoint", gold)]})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import STEP, WEIGHTS, step_text, tell_untrained
+from curriculum.cli.options import STEP, WEIGHTS, print_json, step_text, tell_untrained
 
 
 @click.command()
@@ -37,14 +37,22 @@ from curriculum.cli.options import STEP, WEIGHTS, step_text, tell_untrained
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder to write to."
 )
-def command(run, format_name, step, weights, dtype, merge, output):
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def command(run, format_name, step, weights, dtype, merge, output, as_json):
     """Write the parameters of RUN, with its tokenizer, to a folder; hf and gguf get a model card."""
     # Nothing is computed on a device: an export takes no memory of a card that a run may be using.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from curriculum.export import export
 
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
-    merged = ", adapters merged" if merge else ""
-    of_step = step_text(run, exported, step, weights)
-    click.echo(f"{output}: {of_step} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
+    if as_json:
+        written = {"format": format_name, "weights": weights, "dtype": dtype, "merge": merge}
+        files = {
+            file.relative_to(output).as_posix(): file.stat().st_size for file in output.rglob("*") if file.is_file()
+        }
+        print_json({"run": str(run), "step": exported, "output": str(output), **written, "files": files})
+    else:
+        merged = ", adapters merged" if merge else ""
+        of_step = step_text(run, exported, step, weights)
+        click.echo(f"{output}: {of_step} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
     tell_untrained(exported, step)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from curriculum.cli.options import config_options
+from curriculum.cli.options import config_options, print_json
 from curriculum.errors import InputError
 from curriculum.record.wording import counted
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 @click.option("--text-key", metavar="KEY", help="Key or column of the text or the messages.")
 @click.option("--tokenizer", metavar="T", help="byte, the name of a tiktoken encoding (gpt2), or a tokenizer's folder.")
 @click.option("--output", metavar="DIR", help="A new folder for the tokenizer and the tokens.")
-def command(config_path, changes, store_dir, texts, text_format, text_key, tokenizer, output):
+@click.option("--json", "as_json", is_flag=True, help="Print what was prepared as JSON.")
+def command(config_path, changes, store_dir, texts, text_format, text_key, tokenizer, output, as_json):
     """Turn the sources and eval sets of CONFIG into token stores; `train` does the same on first use.
 
     Without CONFIG: turn the --text into one folder of tokens that the `path` of a source accepts.
@@ -45,7 +47,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
             raise InputError(f"prepare: {options} go with CONFIG, not with --text")
         if tokenizer is None or output is None:
             raise InputError("prepare: --text needs --tokenizer T and --output DIR")
-        _prepare_folder(texts, text_format or "text", text_key, tokenizer, output)
+        _prepare_folder(texts, text_format or "text", text_key, tokenizer, output, as_json)
         return
 
     from curriculum.config import load_config
@@ -56,8 +58,39 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
     config = load_config(config_path, **changes)
     check_schedule(config)
     corpus = load_corpus(config, store_dir)
-    _tell(corpus, config)
-    for warning in (*corpus.warnings, *evalset_warnings(corpus.evalsets.values())):
+    warnings = [*corpus.warnings, *evalset_warnings(corpus.evalsets.values())]
+    if as_json:
+        print_json({**_facts(corpus), "warnings": warnings})
+    else:
+        _tell(corpus, config)
+        _warn(warnings)
+
+
+def _facts(corpus: Corpus) -> dict[str, Any]:
+    """The tokenizer, the `details` of each source, and the sizes of each eval set, by its name in the config."""
+    tokenizer = corpus.tokenizer
+    return {
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "fingerprint": tokenizer.fingerprint,
+        },
+        "sources": corpus.details,
+        "evalsets": {
+            name: {
+                "documents": evalset.num_documents,
+                "windows": evalset.num_windows,
+                "tokens": evalset.num_tokens,
+                "bytes": evalset.num_bytes,
+                "content_hash": evalset.content_hash,
+            }
+            for name, evalset in corpus.evalsets.items()
+        },
+    }
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
         click.echo(f"warning: {warning}")
 
 
@@ -88,7 +121,7 @@ def _empty(num_empty: int) -> str:
     return f", {counted(num_empty, 'empty document')} left out" if num_empty else ""
 
 
-def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
+def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str, as_json: bool) -> None:
     from curriculum.data.documents import empty_warnings, file_warnings
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
@@ -104,9 +137,14 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
         chosen = tiktoken_tokenizer(tokenizer)
     store = prepare_folder(list(texts), chosen, output, text_key, progress=ConsoleProgress(output), format=text_format)
     facts = store.facts
+    sources = {text: SourceConfig(path=text, format=text_format, text_key=text_key) for text in texts}
+    warnings = [*empty_warnings({output: store}), *file_warnings(sources)]
+    if as_json:
+        scored = {} if facts.num_scored is None else {"scored_share": facts.num_scored / facts.num_tokens}
+        counts = {"documents": facts.num_documents, "tokens": facts.num_tokens, "empty_documents": facts.num_empty}
+        print_json({"output": output, "dtype": facts.dtype, **counts, **scored, "warnings": warnings})
+        return
     scored = "" if facts.num_scored is None else f", {facts.num_scored / facts.num_tokens:.2%} scored"
     counts = f"{counted(facts.num_documents, 'document')}, {counted(facts.num_tokens, 'token')} of {facts.dtype}"
     click.echo(f"{output}: {counts}{_empty(facts.num_empty)}{scored}")
-    sources = {text: SourceConfig(path=text, format=text_format, text_key=text_key) for text in texts}
-    for warning in (*empty_warnings({output: store}), *file_warnings(sources)):
-        click.echo(f"warning: {warning}")
+    _warn(warnings)
