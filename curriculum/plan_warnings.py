@@ -34,6 +34,7 @@ from phases.schedule import Schedule, SourceSupply
 MAX_EPOCHS_WORTH_FRESH = 4
 MOST_WARNED = 4  # most sources that get a warning each
 MUCH_HELD_OUT = 0.2  # of a source; less may be the 30 documents that are held out at least
+MOST_HELD_OUT = 0.5  # of a source, though held_out asks for it
 COSTLY_EVALS = 0.5  # of the work of a run
 FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
 
@@ -53,7 +54,7 @@ def all_warnings(
     """
     return [
         *schedule_warnings(config, schedule, epochs_of, trained),
-        *_much_held_out(config, details),
+        *much_held_out(config, details),
         *few_scored_targets(schedule, details),
         *_left_over(config, details),
         *([] if model is None else _unsplit_vocabulary(config, model)),
@@ -105,19 +106,28 @@ def _few_to_average(config: Config, schedule: Schedule, trained: int) -> Iterato
             yield f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}"
 
 
-def _much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A warning for each source of which far more is kept out of training than `held_out` asks for."""
+def much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A warning for each source of which most is kept out of training, or far more than `held_out` asks for.
+
+    `details` are those of a corpus.
+    """
     for name, of_source in details.items():
         if of_source["dropped_documents"]:  # they are among what is kept out
             continue
         share, kept_out = parse_share(config.sources[name].held_out), of_source["kept_out_tokens"]
         num_tokens = of_source["tokens"] + kept_out
-        if share and kept_out > MUCH_HELD_OUT * num_tokens and kept_out > 2 * share * num_tokens:
+        if not share or kept_out <= MUCH_HELD_OUT * num_tokens:
+            continue
+        told = (
+            f"{name}: {kept_out:,} of its {num_tokens:,} tokens ({kept_out / num_tokens:.0%}) are kept out of training"
+        )
+        if kept_out > 2 * share * num_tokens:
             yield (
-                f"{name}: {kept_out:,} of its {num_tokens:,} tokens ({kept_out / num_tokens:.0%}) are kept out of "
-                f"training, where held_out asks for {share:.3g}: a document is held out whole, with its copies; cut "
-                "long documents into several, or lower held_out"
+                f"{told}, where held_out asks for {share:.3g}: a document is held out whole, with its copies; cut long "
+                "documents into several, or lower held_out"
             )
+        elif kept_out > MOST_HELD_OUT * num_tokens:
+            yield f"{told}, as held_out asks for {share:.3g} of it; if training is to read most of it, lower held_out"
 
 
 def _read_often(config: Config, cursors: Mapping[str, int], epochs_of: Mapping[str, int | None]) -> Iterator[str]:

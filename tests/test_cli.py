@@ -255,6 +255,21 @@ def test_prepare_prints_json(folder):
     assert json.loads(done.stdout) == {"output": "tokens", "dtype": "u16", **sizes, "warnings": []}
 
 
+def test_a_source_that_is_mostly_held_out_is_told(folder):
+    half, most = ("--set=sources.web.held_out=" + share for share in ("45%", "0.9"))
+    for command in ("prepare", "plan"):
+        assert "kept out of training" not in run(folder, command, "c.yaml", half).stdout
+    done = run(folder, "prepare", "c.yaml", most)
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    counts = re.search(r"source web: .*?([\d,]+) tokens, ([\d,]+) tokens kept out", done.stdout).groups()
+    read, kept_out = (int(count.replace(",", "")) for count in counts)
+    assert warning == (
+        f"warning: web: {kept_out:,} of its {read + kept_out:,} tokens ({kept_out / (read + kept_out):.0%}) are kept "
+        "out of training, as held_out asks for 0.9 of it; if training is to read most of it, lower held_out"
+    )
+    assert warning in run(folder, "plan", "c.yaml", most).stdout.splitlines()
+
+
 def test_prepare_tells_the_share_of_scored_tokens(folder):
     # As bytes "U", "A" + an answer of 2, ";", end-of-text: 4 of 6 are scored.
     rows = [

@@ -52,13 +52,14 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
-    from curriculum.plan_warnings import evalset_warnings
+    from curriculum.plan_warnings import evalset_warnings, much_held_out
     from curriculum.scheduling import check_schedule
 
     config = load_config(config_path, **changes)
     check_schedule(config)
     corpus = load_corpus(config, store_dir)
-    warnings = [*corpus.warnings, *evalset_warnings(corpus.evalsets.values())]
+    held_out = much_held_out(config, corpus.details)
+    warnings = [*corpus.warnings, *held_out, *evalset_warnings(corpus.evalsets.values())]
     if as_json:
         print_json({**_facts(corpus), "warnings": warnings})
     else:
