@@ -15,7 +15,7 @@ import numpy as np
 
 from curriculum.data.chat import Template
 from curriculum.data.tokenizers.chat_template import ends_answer, opens_document
-from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
+from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary, reads_otherwise
 from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer, write_json
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
@@ -287,6 +287,8 @@ def _write_gguf(
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
     rest = {"dtype": dtype, "name": target.name, "template": target.template, "metadata": own}
     in_f16 = write_gguf(path, target.config, arrays, target.tokenizer, **rest)
+    for told in reads_otherwise(target.tokenizer):
+        tell(f"gguf: {told}")
     if in_f16:
         tell(f"q8_0: {len(in_f16)} matrices are stored as f16 (rows not a multiple of 32): {', '.join(in_f16)}")
 
@@ -302,7 +304,11 @@ def _described(
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
     opens = target.template is not None and opens_document(target.tokenizer)
-    return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.template, opens)
+    in_gguf = {}
+    if kind == "gguf":
+        otherwise = tuple(reads_otherwise(target.tokenizer))
+        in_gguf = {"reads_otherwise": otherwise, "ids_are_bytes": target.tokenizer.kind == "byte"}
+    return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.template, opens, **in_gguf)
 
 
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:

@@ -559,8 +559,9 @@ def test_conversations_bring_their_template(chat_run, tmp_path):
     for format in ("hf", "gguf"):
         card = (tmp_path / format / "README.md").read_text()
         assert "Once upon a time" not in card and "\nQ: Who are you?\nA: \n" in card
-        assert "tokenizer.apply_chat_template(messages, add_generation_prompt=True" in card
-        assert "ids = torch.tensor([text])" in card  # the template begins with bos_token
+        assert ("tokenizer.apply_chat_template(messages, add_generation_prompt=True" in card) == (format == "hf")
+        ids = "[text]" if format == "hf" else "[[256, *'Q: Who are you?\\nA: '.encode()]]"
+        assert f"ids = torch.tensor({ids})" in card  # the template begins with bos_token, so do bytes
         assert 'Its roles are system, user, assistant. An answer ends before `"\\n"`.' in card
     assert "llama-cli -m model.gguf --jinja -cnv" in card
 
@@ -752,6 +753,29 @@ def test_a_file_for_llama_cpp(run, tmp_path, capsys):
     assert told in capsys.readouterr().err
     card = (tmp_path / "out/README.md").read_text()
     assert "library_name: gguf" in card and "| a | 0 to 2 of 4 | web 1 | web 256 |" in card
+
+
+def test_a_gguf_of_bytes_says_how_ids_are_made(run, tmp_path, capsys):
+    export(run, tmp_path / "out", format="gguf", step=2)
+    told = "transformers reads no tokenizer without merges from a GGUF file; llama.cpp does"
+    assert capsys.readouterr().err.splitlines() == [f"gguf: {told}"]
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"\n- {told}\n" in card and "AutoTokenizer" not in card and "tokenizer.bos_token_id" not in card
+    assert "ids = torch.tensor([[256, *'Once upon a time'.encode()]])" in card
+
+
+@pytest.mark.slow
+def test_the_call_of_a_gguf_of_bytes_runs(run, chat_run, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    for name, source in (("text", run), ("chat", chat_run)):
+        export(source, tmp_path / name, format="gguf", step="latest")
+        monkeypatch.chdir(tmp_path / name)
+        (code,) = re.findall(r"```python\n(.*?)\n```", Path("README.md").read_text(), re.DOTALL)
+        capsys.readouterr()
+        exec(code, {})
+        starts = "Once upon a time" if name == "text" else "Q: Who are you?\nA: "
+        assert capsys.readouterr().out.startswith(starts)
 
 
 def test_adapters_are_folded_into_a_gguf(runs, tmp_path):

@@ -10,6 +10,7 @@ from gguf_models import LLAMA3_SCALING, MODELS, config_of, params_of
 from hf_folders import definition_of, write_folder
 from test_hf_writer import own_tokenizer
 
+from curriculum.data.tokenizers.gguf_vocabulary import reads_otherwise
 from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
@@ -359,6 +360,35 @@ def test_a_post_processor_that_is_none_is_told(processor, tmp_path):
     change(source, lambda definition: definition.update(post_processor=processor))
     with pytest.raises(InputError, match="tokenizer.json: post_processor: invalid .*; restore it"):
         vocabulary_of(load_tokenizer(source), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("gpt2", []),
+        ("llama3", []),
+        ("qwen", ["normalises text to NFC"]),
+        ("llama2", ["behind added tokens, transformers"]),
+        ("mistral", ["llama.cpp puts a blank also before a text that begins with one"]),
+    ],
+)
+def test_what_gguf_has_no_place_for_is_told(family, told, tmp_path):
+    tokenizer = load_tokenizer(write_folder(family, tmp_path / "source"))
+    found = list(reads_otherwise(tokenizer))
+    assert len(found) == len(told) and all(part in line for part, line in zip(told, found, strict=True))
+
+
+def test_added_tokens_that_are_words_of_their_own_are_told(tmp_path):
+    definition, _ = definition_of("qwen")
+    added = next(token for token in definition["added_tokens"] if token["content"] == "<tool_call>")
+    added["single_word"] = True
+    file = write_folder("qwen", tmp_path / "source") / "tokenizer.json"
+    file.write_text(json.dumps(definition))
+    tokenizer = load_tokenizer(file.parent)
+    alone, inside = (tokenizer.encode(text).tolist() for text in ("a <tool_call> b", "a<tool_call>b"))
+    assert added["id"] in alone and added["id"] not in inside
+    _, told = reads_otherwise(tokenizer)
+    assert told == ("'<tool_call>' is a token only as a word of its own, but for what reads the GGUF file in words too")
 
 
 def test_kinds_made_here_that_llama_cpp_has_not_are_refused(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from curriculum.data.chat import Template, render_question
+from curriculum.data.chat import Stretch, Template, render_question
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.gguf import fields_for_transformers
 from curriculum.model.presets import ModelConfig
@@ -52,6 +52,8 @@ class Exported:
     merged: bool = False
     template: Template | None = None  # of the conversations that it was trained on
     template_opens: bool = False  # whether the chat template begins with `opens_with`
+    reads_otherwise: tuple[str, ...] = ()  # how readers of a GGUF file encode text otherwise, a sentence each
+    ids_are_bytes: bool = False  # of a GGUF file, whose tokenizer transformers then cannot read
 
 
 def model_card(run: Run, exported: Exported) -> str:
@@ -157,10 +159,18 @@ def _loading(run: Run, exported: Exported) -> list[str]:
     fields = fields_for_transformers(exported.config)
     if fields is None:
         other = "What transformers reads from such a file is not this model; `--format hf` writes a folder for it."
-        return ["With llama.cpp:", run_it, other]
+        return ["With llama.cpp:", run_it, other, *_otherwise(exported)]
     told = "".join(f", {key}={value}" for key, value in fields.items())
-    code = _python("AutoModelForCausalLM", '".", gguf_file="model.gguf"', told, exported)
-    return ["With llama.cpp, or in this folder with transformers:", run_it, code, *after]
+    if exported.ids_are_bytes:
+        code = _python_of_bytes(told, exported.template)
+    else:
+        code = _python("AutoModelForCausalLM", '".", gguf_file="model.gguf"', told, exported)
+    return ["With llama.cpp, or in this folder with transformers:", run_it, code, *after, *_otherwise(exported)]
+
+
+def _otherwise(exported: Exported) -> list[str]:
+    told = [f"- {one_line(line)}" for line in exported.reads_otherwise]
+    return ["The ids of a text are not always those of training:", "\n".join(told)] if told else []
 
 
 def _python(loader: str, where: str, fields: str, exported: Exported) -> str:
@@ -176,6 +186,22 @@ def _python(loader: str, where: str, fields: str, exported: Exported) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
         *_prompt(exported),
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
+    ]
+    return fenced("python", "\n".join(code))
+
+
+def _python_of_bytes(fields: str, template: Template | None) -> str:
+    """As `_python` for a GGUF file of kind byte, whose tokenizer transformers cannot read; end-of-text is 256."""
+    stretches = [Stretch("Once upon a time", False)] if template is None else render_question(_QUESTION, template)
+    ids = ", ".join("256" if stretch.special else f"*{stretch.text!r}.encode()" for stretch in stretches)
+    code = [
+        "import torch",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained(".", gguf_file="model.gguf"{fields})',
+        f"ids = torch.tensor([[256, {ids}]])  # end-of-text, then bytes",
+        "found = model.generate(ids, max_new_tokens=40)[0].tolist()",
+        'print(bytes(id for id in found if id < 256).decode(errors="replace"))',
     ]
     return fenced("python", "\n".join(code))
 

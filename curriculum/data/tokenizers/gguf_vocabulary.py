@@ -45,20 +45,18 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, template: Template | No
     By the name of the method of GGUFWriter that adds it, without `add_`; in the order of the file. The model is gpt2
     for byte-level merges, and otherwise llama, whose merges follow from scores.
 
-    llama.cpp then gives the tokenizer's ids, with two exceptions. It does not normalise to NFC: if the tokenizer does,
-    the ids are the same only for text that is in NFC already. And if the tokenizer puts a space before a text,
-    llama.cpp also puts one before a text that begins with a space. Tokenizers made here open a text with end-of-text
-    (`add_bos`), as `curriculum generate` does; those of kind hf do as their files say. `template`, that of
-    conversations in training, replaces a template that the tokenizer came with. Raises InputError that lists what
-    llama.cpp does not support.
+    llama.cpp then gives the tokenizer's ids, with the exceptions that `reads_otherwise` tells. Tokenizers made here
+    open a text with end-of-text (`add_bos`), as `curriculum generate` does; those of kind hf do as their files say.
+    `template`, that of conversations in training, replaces a template that the tokenizer came with. Raises InputError
+    that lists what llama.cpp does not support.
     """
     if tokenizer.kind == "char":
         raise InputError(
             "tokenizer.kind: char cannot be written as GGUF: llama.cpp reads byte-level BPE and SentencePiece; use "
             "kind byte or bpe, or export with --format hf"
         )
-    definition = tokenizer.hf.parsed.definition if tokenizer.hf is not None else hf_definition(tokenizer)
-    parsed = ParsedDefinition(definition)
+    parsed = _parsed(tokenizer)
+    definition = parsed.definition
     if parsed.is_byte_level:
         pre, problems = _named_pattern(definition)
     else:
@@ -90,6 +88,36 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, template: Template | No
         "add_space_prefix": bool(tokenizer.prefix),
         **({} if jinja is None else {"chat_template": jinja}),
     }
+
+
+def reads_otherwise(tokenizer: Tokenizer) -> Iterator[str]:
+    """What GGUF has no place for: a line on each text for which a reader of the file gives other ids, or gives none."""
+    parsed = _parsed(tokenizer)
+    if any(part["type"] == "NFC" for part in parts(parsed.definition["normalizer"])):
+        yield (
+            "the tokenizer normalises text to NFC, what reads the GGUF file does not: text that is not in NFC, such as "
+            "e + U+0301 in place of U+00E9, gets other ids; normalise it before"
+        )
+    added = parsed.definition["added_tokens"]
+    if words := [token["content"] for token in added if token.get("single_word") and not token.get("special")]:
+        more = f" (and {len(words) - 1} more)" if words[1:] else ""
+        yield f"{words[0]!r}{more} is a token only as a word of its own, but for what reads the GGUF file in words too"
+    if parsed.prefixes_each:
+        yield (
+            "the tokenizer puts a blank before every text and behind added tokens, transformers, where it reads the "
+            "GGUF file, not behind these nor before a text that begins with a blank: such text gets other ids there"
+        )
+    elif parsed.prefix:
+        yield (
+            "llama.cpp puts a blank also before a text that begins with one, which the tokenizer does not: such text "
+            "gets other ids there"
+        )
+    if parsed.is_byte_level and not parsed.definition["model"]["merges"]:
+        yield "transformers reads no tokenizer without merges from a GGUF file; llama.cpp does"
+
+
+def _parsed(tokenizer: Tokenizer) -> ParsedDefinition:
+    return ParsedDefinition(hf_definition(tokenizer)) if tokenizer.hf is None else tokenizer.hf.parsed
 
 
 def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: ParsedDefinition) -> int:
