@@ -18,6 +18,9 @@ from curriculum.errors import InputError, nearest
 
 _TRAINING = "training a tokenizer"  # the name of a thread
 TRAIN_BYTES = 1 << 27  # with more text `tokenizers` would hold over a gigabyte
+# Each merge costs `tokenizers` the lengths of the stretches that it is made in. No word is as long, but a stretch of
+# Chinese is a whole sentence or page. A multiple of 2, 3 and 4, the bytes of most letters.
+LONGEST_STRETCH_BYTES = 1200
 
 
 def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: ChatConfig) -> Tokenizer:
@@ -65,7 +68,8 @@ def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level byte pairs with the pattern of GPT-2, trained by `tokenizers`; end-of-text is the last id.
 
-    The same texts give the same tokenizer. Raises InputError if they hold too few pairs to merge for `vocab_size`.
+    Pairs are counted in parts of LONGEST_STRETCH_BYTES where the pattern cuts less often. The same texts give the same
+    tokenizer. Raises InputError if they hold too few pairs to merge for `vocab_size`.
     """
     from tiktoken_ext.openai_public import r50k_pat_str
     from tokenizers import Tokenizer as Trained
@@ -73,7 +77,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     letters = pre_tokenizers.ByteLevel.alphabet()
     trained = Trained(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    stretches = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.FixedLength(length=LONGEST_STRETCH_BYTES)  # of letters that stand for bytes
+    trained.pre_tokenizer = pre_tokenizers.Sequence([stretches, cut])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=letters, special_tokens=[], show_progress=False
     )
