@@ -87,3 +87,10 @@ def test_text_of_any_script_is_shown_as_it_is():
 def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_with_their_text():
     rows = [("set", "loss", "why"), ("val", "12.5", ""), ("longer", "3", "new")]
     assert columns(rows, right=[1]) == ["  set     loss  why", "  val     12.5", "  longer     3  new"]
+
+
+def test_columns_are_as_wide_as_they_are_on_a_terminal():
+    """Letters of Chinese and full-width ones take two columns, marks and joiners none."""
+    rows = [("\u6cd5\u5f8b", "a"), ("cafe\u0301", "b"), ("\uff21\u200d", "c"), ("\xe9", "d")]
+    assert columns(rows, right=[]) == ["  \u6cd5\u5f8b  a", "  cafe\u0301  b", "  \uff21\u200d    c", "  \xe9     d"]
+    assert columns(rows, right=[0])[3] == "     \xe9  d"

@@ -169,9 +169,20 @@ def metric_texts(measured: Mapping[str, Any], of: type[Recorded] = Recorded) -> 
 def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:
     """Rows of equal length as lines with aligned columns; those in `right` are aligned to the right."""
     right = set(right)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            blanks = " " * (width - _width(cell))
+            cells.append(blanks + cell if i in right else cell + blanks)
         lines.append((indent + "  ".join(cells)).rstrip())
     return lines
+
+
+def _width(text: str) -> int:
+    """The columns of a terminal that a text takes: a letter of Chinese takes two, a mark upon another letter none."""
+    if text.isascii():
+        return len(text)
+    upright = (c for c in text if unicodedata.category(c) not in ("Mn", "Me", "Cf"))
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in upright)
