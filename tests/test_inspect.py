@@ -11,6 +11,7 @@ import sys
 
 import processor
 import pytest
+from command_line import run_here
 from locked import locked_by_another
 from test_trainer import config_data, corpus, store  # noqa: F401  (fixtures)
 from tiny_run import tiny_data, tiny_train, write_corpus
@@ -301,6 +302,23 @@ def test_a_folder_of_runs_tells_bits_per_byte_and_that_tokenizers_differ(tmp_pat
         "The runs' tokenizers differ: losses are nats per token, not comparable then; bits per byte (bpb) are."
     )
     assert len(runs_text(rows[:2])) == 3
+
+
+def test_control_characters_in_names_of_folders_are_not_printed(tmp_path):
+    for name in ("\x1b[31mred", "y\u202etxt.exe", "\u6cd5"):
+        write_run(tmp_path / "runs" / name, LOSSES)
+    report_to = tmp_path / "\x1b[0m.html"
+    for arguments in (
+        ("inspect", tmp_path / "runs"),
+        ("inspect", tmp_path / "runs/\x1b[31mred"),
+        ("compare", tmp_path / "runs"),
+        ("report", tmp_path / "runs", "-o", report_to),
+    ):
+        code, out, errors = run_here(*arguments)
+        assert code == 0 and not errors and "\\x1b[" in out
+        assert not {"\x1b", "\u202e"} & {*out}
+    header, *rows = run_here("inspect", tmp_path / "runs")[1].splitlines()
+    assert [row.index(" 100") for row in rows] == [header.index("step")] * 2 + [header.index("step") - 1]
 
 
 def test_a_folder_of_runs_is_none(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import print_json
+from curriculum.cli.options import print_json, print_lines
 from curriculum.find_checkpoint import is_step
 
 
@@ -33,4 +33,4 @@ def command(runs, at, as_json):
     if as_json:
         print_json(comparison.to_json())
     else:
-        click.echo("\n".join(table(comparison)))
+        print_lines(table(comparison))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, step_text, tell_untrained
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, print_lines, step_text, tell_untrained
 
 
 @click.command()
@@ -48,7 +48,7 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
     if as_json:
         print_json(measured.to_json())
     else:
-        click.echo("\n".join(table(measured, step_text(run, measured.step, step, weights))))
+        print_lines(table(measured, step_text(run, measured.step, step, weights)))
 
 
 def table(measured, of_step) -> list[str]:

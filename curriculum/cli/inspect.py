@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import print_json
+from curriculum.cli.options import print_json, print_lines
 
 
 @click.command()
@@ -30,4 +30,4 @@ def command(run, as_json):
     if as_json:
         print_json(facts)
     else:
-        click.echo("\n".join(as_text(facts)))
+        print_lines(as_text(facts))

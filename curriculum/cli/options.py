@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 
 from curriculum.find_checkpoint import is_step
 from curriculum.record.events import EVENTS, last_gold, plain, read_events
+from curriculum.record.wording import printable
 from curriculum.run import DEFAULT_STORE_DIR
 
 
@@ -43,6 +45,11 @@ def tell_untrained(step: int | None, asked: str | None) -> None:
 def print_json(told: Any) -> None:
     """Print what `--json` asks for; floats that are not finite are text."""
     click.echo(json.dumps(plain(told), indent=2, allow_nan=False))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines for people; what they name, such as a folder found on the disk, may hold control characters."""
+    click.echo("\n".join(map(printable, lines)))
 
 
 FOLDER = _Folder(path_type=Path)

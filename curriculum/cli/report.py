@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+from curriculum.cli.options import print_lines
+from curriculum.record.wording import printable
+
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
@@ -18,5 +21,5 @@ def command(runs, output):
     from curriculum.views.report import write_report
 
     for line in write_report(runs, output):
-        click.echo(line, err=True)
-    click.echo(f"{output}: {output.stat().st_size / 1000:,.0f} kB; open it in a browser")
+        click.echo(printable(line), err=True)
+    print_lines([f"{output}: {output.stat().st_size / 1000:,.0f} kB; open it in a browser"])

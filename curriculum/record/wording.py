@@ -167,8 +167,8 @@ def metric_texts(measured: Mapping[str, Any], of: type[Recorded] = Recorded) -> 
 
 
 def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:
-    """Rows of equal length as lines with aligned columns; those in `right` are aligned to the right."""
-    right = set(right)
+    """Rows of equal length as printable lines with aligned columns; those in `right` are aligned to the right."""
+    rows, right = [tuple(map(printable, row)) for row in rows], set(right)
     widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
