@@ -2,6 +2,7 @@
 
 import json
 import os
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,15 +76,23 @@ def shown(value: Any) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one of `known` that `name` was probably meant to be; None if none is similar.
 
-    That is one spelled almost alike, else the one that it is the last word of, such as dtype of compute_dtype, or else
-    one spelled somewhat alike.
+    That is one with the same letters in another Unicode normalization, else one spelled almost alike, else the one that
+    it is the last word of, such as dtype of compute_dtype, or else one spelled somewhat alike.
     """
     from difflib import get_close_matches  # only an error needs it
 
     known = list(known)
+    if same := [other for other in known if other_normalization(name, other)]:
+        return same[0]
     longer = [other for other in known if other.endswith(f"_{name}")]
     found = [*get_close_matches(name, known, 1, 0.8), *(longer if len(longer) == 1 else ())]
     return next(iter(found or get_close_matches(name, known, 1)), None)
+
+
+def other_normalization(name: str, near: str) -> str:
+    """That two names look the same and are not, to be put behind "did you mean ...?"; empty if they look different."""
+    same = name != near and unicodedata.normalize("NFC", name) == unicodedata.normalize("NFC", near)
+    return " (the same letters in another Unicode normalization, NFC or NFD)" if same else ""
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:
@@ -91,6 +100,7 @@ def no_such(what: str, name: str, known: Iterable[str]) -> str:
     near = nearest(name, known := list(known))
     meant = [near] if near else [other for other in known if name and other.startswith(name)]
     hint = f"; did you mean {' or '.join(map(repr, meant))}?" if 0 < len(meant) <= 3 else ""
+    hint += other_normalization(name, near) if near else ""
     return f"no such {what}{hint} ({what}s: {', '.join(sorted(known))})"
 
 
@@ -100,5 +110,5 @@ def no_such_path(path: Path) -> str:
     listable = parent == path.parent and parent.is_dir() and os.access(parent, os.R_OK | os.X_OK)
     names = [name for name in os.listdir(parent) if name != path.name] if listable else []
     near = nearest(path.name, names)
-    hint = f"; did you mean {str(parent / near)!r}?" if near else ""
+    hint = f"; did you mean {str(parent / near)!r}?{other_normalization(path.name, near)}" if near else ""
     return f"does not exist{hint} ({FROM_WORKING_FOLDER})"

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.errors import InputError, nearest, no_such
+from curriculum.errors import InputError, nearest, no_such, other_normalization
 from curriculum.record.events import (
     AVERAGES,
     EVENTS,
@@ -167,7 +167,8 @@ def absent(path: Path) -> str:
         return ""
     for folder in (path.parent, path.parent / "runs"):
         if near := nearest(path.name, runs_below(folder)):
-            return f"; it does not exist; did you mean {str(folder / near)!r}?"
+            same = other_normalization(path.name, near)
+            return f"; it does not exist; did you mean {str(folder / near)!r}?{same}"
     return "; it does not exist"
 
 

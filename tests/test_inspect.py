@@ -19,7 +19,7 @@ from written_run import command, offender, write_run
 
 from curriculum.config import build_config
 from curriculum.disk.lock import RunLock
-from curriculum.errors import InputError
+from curriculum.errors import InputError, no_such, no_such_path
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS, find_checkpoint, read_ledger
 from curriculum.plan import plan
 from curriculum.record import queries
@@ -342,6 +342,21 @@ def test_a_run_directory_that_does_not_exist_is_told_with_the_one_that_is_meant(
             find_checkpoint(RunDirectory(tmp_path / slip))
     with pytest.raises(InputError, match="; it does not exist$"):
         load_run(tmp_path / "x")
+
+
+def test_a_name_in_another_unicode_normalization_is_said_to_be_that(tmp_path):
+    """As a folder that a Mac made, and a name that was typed."""
+    composed, apart = "\ud55c\uae00", "\u1112\u1161\u11ab\u1100\u1173\u11af"
+    write_run(tmp_path / apart, LOSSES)
+    same = "the same letters in another Unicode normalization, NFC or NFD"
+    with pytest.raises(InputError, match=f"did you mean '.*{apart}'\\? \\({same}\\)$"):
+        load_run(tmp_path / composed)
+    assert no_such_path(tmp_path / composed).endswith(f"{apart}'? ({same}) (paths are relative to the working folder)")
+    assert (
+        no_such("key", composed, ["text", apart])
+        == f"no such key; did you mean '{apart}'? ({same}) (keys: text, {apart})"
+    )
+    assert same not in no_such("key", "txt", ["text"])
 
 
 def test_consumption_leaves_out_a_future_that_was_set_aside(tmp_path):

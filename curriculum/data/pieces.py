@@ -25,7 +25,7 @@ from curriculum.data.sources import (
     suffix_of,
 )
 from curriculum.data.tables import ROWS_PER_BATCH, open_table
-from curriculum.errors import InputError, nearest
+from curriculum.errors import InputError, nearest, other_normalization
 
 # A plain-text file is read in pieces of about this size: with pieces of a megabyte malloc ends up keeping twice the
 # memory.
@@ -354,7 +354,7 @@ def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
     elif source.format == "completion":
         hint = "rename the keys of the data to 'prompt' and 'completion'"
     elif near := nearest(missing, keys):
-        hint = f"did you mean text_key: {near}?"
+        hint = f"did you mean text_key: {near}?{other_normalization(missing, near)}"
     else:
         hint = f"name the key of the {source.format} with text_key:"
     raise InputError(f"{where}: no key {missing!r}; found {found_keys(keys)}; {hint}")
