@@ -54,6 +54,16 @@ def readable(path: Path, what: str = "read") -> Iterator[None]:
         ) from None
 
 
+def check_read_as_utf8(path: str | os.PathLike, option: str = "") -> None:
+    """Raise InputError for a path that is not UTF-8, or not in this locale; jax and orbax raise errors of their own."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        told = os.fsencode(path).decode(errors="backslashreplace")
+        fix = "choose another folder, and a UTF-8 locale if the name is UTF-8 (LC_ALL=C.UTF-8)"
+        raise InputError(f"{option}{told}: the path is not read as UTF-8, as jax and orbax need it; {fix}") from None
+
+
 def check_choice(option: str, name: str, choices: Collection[str]) -> None:
     """Raise InputError if the value of an option is not among its choices."""
     if name not in choices:

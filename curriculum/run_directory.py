@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.disk.append import is_disk_error, tell
 from curriculum.disk.durable import rename_whole, write_whole
-from curriculum.errors import FROM_WORKING_FOLDER, InputError, readable
+from curriculum.errors import FROM_WORKING_FOLDER, InputError, check_read_as_utf8, readable
 from curriculum.record.events import EVENTS, METRICS, plain
 
 if TYPE_CHECKING:
@@ -149,13 +149,7 @@ class RunDirectory:
 
         Also if it is not UTF-8, which the libraries that write checkpoints need. Creates nothing.
         """
-        whole = os.path.abspath(self.path)
-        try:
-            whole.encode()
-        except UnicodeEncodeError:
-            told = os.fsencode(whole).decode(errors="backslashreplace")
-            fix = "choose another folder, and a UTF-8 locale if the name is UTF-8 (LC_ALL=C.UTF-8)"
-            raise InputError(f"--run-dir {told}: the path is not read as UTF-8, as checkpoints need; {fix}") from None
+        check_read_as_utf8(os.path.abspath(self.path), "--run-dir ")
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):

@@ -41,6 +41,15 @@ from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.step import init_state
 
 
+def test_arrays_below_a_path_that_is_not_utf_8_are_told(tmp_path):
+    """As the name of a run is in the C locale: orbax would end in its own code."""
+    save_params(tmp_path / "here", {"w": np.arange(4.0)})
+    there = tmp_path / os.fsdecode(b"r\xff")
+    (tmp_path / "here").rename(there)
+    with pytest.raises(InputError, match=r"r\\xff: the path is not read as UTF-8, .* UTF-8 locale"):
+        load_params(there)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("place"))

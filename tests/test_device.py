@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from curriculum.errors import InputError
 from curriculum.train import device
 from curriculum.train.device import (
     DETERMINISTIC_FLAGS,
@@ -307,6 +308,12 @@ def test_programs_that_a_full_disk_left_empty_are_removed(kept, tmp_path):
         (tmp_path / "compiled" / name).write_bytes(content)
     cache_compiled(tmp_path)
     assert sorted(path.name for path in (tmp_path / "compiled").iterdir()) == ["whole-atime", "whole-cache"]
+
+
+def test_a_store_directory_that_is_not_utf_8_is_told(kept, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)
+    with pytest.raises(InputError, match=r"--store-dir: .*/s\\xff/compiled: the path is not read as UTF-8"):
+        cache_compiled(tmp_path / os.fsdecode(b"s\xff"))
 
 
 def test_compiled_programs_lie_beside_the_stores_where_jax_was_given_no_folder(kept, tmp_path):

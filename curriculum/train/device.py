@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_read_as_utf8
 
 # (part of the card's name, flag of XLA); docs/gpu.md says what each is for, who recommends it, and what was measured.
 # jaxlib ends the process at a flag that it does not know: a test asks the installed one.
@@ -88,13 +88,14 @@ def cache_compiled(store_dir: str | Path) -> None:
     """Keep compiled programs beside the stores: a second start reads them instead of compiling again.
 
     A folder that jax already has (JAX_COMPILATION_CACHE_DIR) stays, with jax's own limits on what it keeps. So does
-    that of an earlier run in this process: jax opens only one.
+    that of an earlier run in this process: jax opens only one. Raises InputError for a path that jax cannot take.
     """
     import jax
 
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = cache_folder(store_dir)
+    check_read_as_utf8(folder, "--store-dir: ")
     for path in Path(folder).glob("*-cache"):
         with suppress(OSError):  # another process may be quicker
             if not path.stat().st_size:  # of a full disk; jax would never write it again

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_read_as_utf8
 from curriculum.find_checkpoint import check_there
 from curriculum.model.model import by_name
 
@@ -53,6 +53,7 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
     if an array has another shape or type than in `like`.
     """
     folder = Path(folder).absolute()
+    check_read_as_utf8(folder)
     if folder.parent.name.isdecimal():
         check_there(folder.parent)
     if not (folder / "_METADATA").exists():
