@@ -128,9 +128,13 @@ def read_prompts(path: str | os.PathLike) -> list[str]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark, as in sources
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, bytes that are not UTF-8
+    except UnicodeDecodeError as error:
+        raise InputError(f"--prompts-file {path}: byte {error.start}: not UTF-8; convert the file to UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--prompts-file {path}: cannot be read: {reason}") from None
+    if "\0" in text:
+        raise InputError(f"--prompts-file {path}: holds NUL, expected UTF-8 text; UTF-16? convert the file to UTF-8")
     is_rows = Path(path).suffix.lower() in (".jsonl", ".ndjson")
     prompts, problems = [], []
     for number, line in enumerate(text.split("\n"), start=1):

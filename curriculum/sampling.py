@@ -48,6 +48,8 @@ class Sampling:
             problems.append(("stop", f"got the text {self.stop!r}, expected a tuple of texts"))
         elif "" in self.stop:
             problems.append(("stop", "got an empty text, expected at least one character"))
+        elif broken := [text for text in self.stop if any("\ud800" <= c <= "\udfff" for c in text)]:
+            problems.append(("stop", f"got {broken[0]!r}, expected text that UTF-8 can encode"))
         return problems
 
 

@@ -381,6 +381,10 @@ def test_everything_wrong_with_the_settings_and_the_prompts_is_told_at_once(smal
         "prompt 2: got 65 tokens, the one that opens a document included, expected at most the model's max_seq_len 64",
     )
     assert Sampling(stop="END").problems() == [("stop", "got the text 'END', expected a tuple of texts")]
+    of_latin_1 = os.fsdecode(b"caf\xe9")  # as an argument arrives that is not UTF-8
+    assert Sampling(stop=("x", of_latin_1)).problems() == [
+        ("stop", "got 'caf\\udce9', expected text that UTF-8 can encode")
+    ]
     assert [key for key, _ in Sampling(temperature=float("nan"), top_p=float("nan")).problems()] == [
         "temperature",
         "top_p",
@@ -405,7 +409,9 @@ def test_a_model_that_cannot_generate_is_told():
         ("p.txt", "\ufeffone\n", ["one"]),
         ("p.jsonl", '\ufeff{"prompt": "one"}\n', ["one"]),
         ("p.txt", "\n \n", ["holds no prompt, expected one per line"]),
-        ("p.txt", b"\xff", ["cannot be read: 'utf-8'"]),
+        ("p.txt", b"a\xff", ["byte 1: not UTF-8; convert the file to UTF-8"]),
+        ("p.txt", "one\n".encode("utf-16"), ["byte 0: not UTF-8; convert the file to UTF-8"]),
+        ("p.txt", "one\n".encode("utf-16-le"), ["holds NUL, expected UTF-8 text; UTF-16? convert"]),
         ("p.txt", None, ["cannot be read: No such file"]),
     ],
 )  # fmt: skip
