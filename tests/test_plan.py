@@ -370,6 +370,35 @@ def test_a_long_document_that_is_held_out_whole_is_told(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("place", ["web", "linked/web"])
+def test_an_eval_set_among_the_files_of_a_source_is_told_by_the_paths_alone(tmp_path, place):
+    """Until both are prepared: then documents are counted."""
+    (tmp_path / "web/val").mkdir(parents=True)
+    (tmp_path / "linked").symlink_to(".")
+    for i in range(200):
+        (tmp_path / f"web/{i}.txt").write_text(f"document {i} " + "abcdefghij" * 12)
+    for name in ("a.txt", "b.txt", "c.md"):
+        (tmp_path / "web/val" / name).write_text(f"measured {name} " * 9)
+
+    def told(glob="**/*.txt", **evalset):
+        sources = {"web": {"path": str(tmp_path / "web"), "glob": glob}, "law": {"path": str(tmp_path / "law.jsonl")}}
+        config = config_of(
+            tmp_path, sources=sources, evalsets={"primary": {"path": str(tmp_path / place / "val")} | evalset}
+        )
+        planned = plan(config, store_dir=tmp_path / "store")
+        return config, [line for line in planned.warnings if "files of eval set" in line]
+
+    config, warnings = told()
+    assert warnings == [
+        f"source web has 2 of the 3 files of eval set primary too, such as {tmp_path}/web/val/a.txt: their documents "
+        "will be dropped from training, and refused if they are more than 1% of the source's; leave them out there "
+        "with glob, or move them"
+    ]
+    assert told(glob="*.txt")[1] == told(path=str(tmp_path / "val.jsonl"))[1] == []
+    corpus = load_corpus(config, tmp_path / "store")
+    assert corpus.details["web"]["dropped_documents"] == {"primary": 2} and told()[1] == []
+
+
 def test_too_much_overlap_is_an_error(tmp_path):
     config = config_of(tmp_path)
     (tmp_path / "val.jsonl").write_text((tmp_path / "law.jsonl").read_text())

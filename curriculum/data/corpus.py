@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,9 @@ from curriculum.data.documents import empty_warnings, file_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes, num_first_windows
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_tokenizer, prepare_store, prepare_tokenizer
-from curriculum.data.split import Split, overlapping
+from curriculum.data.prepared import is_prepared
+from curriculum.data.sources import SourceConfig, source_files
+from curriculum.data.split import LARGEST_OVERLAP, Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.chat_template import own_template
 from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -232,7 +235,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
     warnings = _overlap_warnings(dropped) + (*_copies_warnings(stores, kept), *_foreseen(config, stores, tokenizer))
-    warnings += _text_warnings(config, stores, tokenizer)
+    warnings += (*_text_warnings(config, stores, tokenizer), *_shared_files(config, stores))
     if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -354,6 +357,34 @@ def _text_warnings(config: Config, stores: Stores, tokenizer: Tokenizer | None) 
                 "train on its turns, write them into the section chat",
             )
     return warnings
+
+
+def _shared_files(config: Config, stores: Stores) -> Iterator[str]:
+    """A warning for each eval set with files of a source, unless both are prepared, so that documents are counted."""
+    for evalset, own in own_sources(config).items():
+        for name, source in config.sources.items():
+            if (evalset in stores.evalsets and name in stores.sources) or not _may_share(own, source):
+                continue
+            measured = _real_files(own)
+            if shared := measured & _real_files(source):
+                yield (
+                    f"source {name} has {len(shared):,} of the {len(measured):,} files of eval set {evalset} too, such "
+                    f"as {min(shared)}: their documents will be dropped from training, and refused if they are more "
+                    f"than {LARGEST_OVERLAP:.0%} of the source's; leave them out there with glob, or move them"
+                )
+
+
+def _may_share(one: SourceConfig, other: SourceConfig) -> bool:
+    """Whether one of two sources of text lies in the other's folder."""
+    if any(text.path is None or text.is_missing or is_prepared(text) for text in (one, other)):
+        return False
+    roots = [os.path.join(os.path.realpath(text.local_path), "") for text in (one, other)]
+    return os.path.commonprefix(roots) in roots
+
+
+def _real_files(source: SourceConfig) -> set[str]:
+    root = os.path.realpath(source.local_path)
+    return {os.path.join(root, file.relative) for file in source_files(source)} if os.path.isdir(root) else {root}
 
 
 def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:
