@@ -1,17 +1,21 @@
-"""A signal asks for a stop; the second one ends the process at once."""
+"""A signal asks for a stop; the second one ends the run at once, and of a command the process."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tiny_run import tiny_train, write_corpus
 
-from curriculum.train.signals import Stopped
+from curriculum.cli.exits import stopped_runs
+from curriculum.train.signals import Stopped, StopSignals
 
 WAIT = """
 import time
-from curriculum.train.signals import StopSignals
-with StopSignals() as stop:
+from curriculum.train.signals import StopSignals, ending_the_process
+with ending_the_process(), StopSignals() as stop:
     print("ready", flush=True)
     while stop.received is None:
         time.sleep(0.01)
@@ -34,6 +38,50 @@ def test_the_second_signal_ends_the_process_at_once(second):
         "SIGTERM: the run stops after this step and saves; a second one ends it at once\n"
         f"{second.name}: ended at once; what is not in a checkpoint is trained again\n"
     )
+
+
+def test_the_second_signal_leaves_the_process_of_a_library_user(capfd):
+    """A notebook's stop button, pressed twice: its kernel lives on, and has its handlers back."""
+    heard = []
+    before = [signal.signal(signal.SIGTERM, lambda number, _: heard.append(number)), signal.getsignal(signal.SIGINT)]
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received == signal.SIGTERM and not heard
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.received == signal.SIGINT
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is before[1]
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+    assert "ended at once" not in capfd.readouterr().err
+
+
+def test_after_two_presses_of_a_notebooks_stop_button_the_run_goes_on_in_the_same_process(tmp_path, monkeypatch):
+    after = StopSignals.after
+
+    def pressed_twice(stop, step):
+        for _ in range(2 if step == 5 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return after(stop, step)
+
+    place, run_dir = write_corpus(tmp_path), tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StopSignals, "after", pressed_twice)
+        tiny_train(place, run_dir)
+    assert max(int(folder.name) for folder in (run_dir / "checkpoints").iterdir()) == 4
+    assert tiny_train(place, run_dir, resume="latest")["total_steps"] == 12
+
+
+def test_a_command_ends_at_a_second_signal(monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended, stopped_runs("--resume latest", Path("run")), StopSignals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
 
 
 def test_under_nohup_a_terminal_that_is_closed_stops_nothing():

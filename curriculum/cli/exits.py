@@ -14,11 +14,12 @@ import click
 def stopped_runs(go_on: str, run_dir: Path) -> Iterator[None]:
     """Say why the run in `run_dir` was stopped, and how to `go_on` unless it diverged.
 
-    The exit code is 128 + N after signal N, 0 after a regression, 3 after a divergence.
+    The exit code is 128 + N after signal N, also a second one, which ends the process at once; 0 after a regression, 3
+    after a divergence.
     """
     from curriculum.train.divergence import Diverged
     from curriculum.train.processes.together import is_first
-    from curriculum.train.signals import Stopped
+    from curriculum.train.signals import Stopped, ending_the_process
     from curriculum.train.watch import RegressionStop
 
     def tell(message: str, err: bool = False) -> None:
@@ -26,7 +27,8 @@ def stopped_runs(go_on: str, run_dir: Path) -> Iterator[None]:
             click.echo(message, err=err)
 
     try:
-        yield
+        with ending_the_process():
+            yield
     except RegressionStop as stopped:
         back = _way_back(run_dir) if is_first() else ""  # others may not see the whole record yet
         tell(f"{stopped}; continue with {go_on}{back}")

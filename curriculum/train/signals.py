@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from curriculum.train.processes.together import agreed_stop, is_first, signal_elsewhere
+
+_ends_process = False  # at a second signal
 
 
 class Stopped(Exception):
@@ -39,7 +42,10 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP ask for a stop after the step; a second one ends the process at once.
+    """SIGINT, SIGTERM and SIGHUP ask for a stop after the step; a second one ends the run at once.
+
+    The process is the caller's: a second SIGINT raises KeyboardInterrupt, and another signal does what it did before.
+    Inside `ending_the_process` each of them ends the process.
 
     SIGHUP comes when the terminal is closed. Under nohup, which ignores it, it stays ignored.
     """
@@ -70,13 +76,33 @@ class StopSignals:
 
     def _receive(self, number, _frame):
         if self.received is not None:
-            if is_first():
-                _say(f"{signal.Signals(number).name}: ended at once; what is not in a checkpoint is trained again\n")
-            os._exit(128 + number)
+            self._end_at_once(number)
+            return
         self.received = number
         if is_first():  # of several processes, which all stop
             name = signal.Signals(number).name
             _say(f"{name}: the run stops after this step and saves; a second one ends it at once\n")
+
+    def _end_at_once(self, number: int) -> None:
+        if _ends_process:
+            if is_first():
+                _say(f"{signal.Signals(number).name}: ended at once; what is not in a checkpoint is trained again\n")
+            os._exit(128 + number)
+        self.__exit__()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def ending_the_process() -> Iterator[None]:
+    """Context of a command, in whose process nothing is but its run: a second signal ends the process at once."""
+    global _ends_process
+    _ends_process = True
+    try:
+        yield
+    finally:
+        _ends_process = False
 
 
 def _say(line: str) -> None:
