@@ -95,6 +95,23 @@ def test_under_nohup_a_terminal_that_is_closed_stops_nothing():
     assert process.communicate(timeout=30)[1].startswith("SIGTERM: ")
 
 
+def test_a_signal_that_a_program_around_python_handles_is_left_to_it(monkeypatch):
+    """For such a handler Python tells None, which it does not take back."""
+    own, of_python = {signal.SIGTERM}, signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number in own else of_python(number))
+    replace, replaced = signal.signal, []
+
+    def install(number, handler):
+        replaced.append(number)
+        before = replace(number, handler)
+        return None if number in own else before
+
+    monkeypatch.setattr(signal, "signal", install)
+    with StopSignals():
+        pass
+    assert set(replaced) == {signal.SIGINT, signal.SIGHUP}
+
+
 @pytest.mark.parametrize(
     ("not_saved", "words"),
     [

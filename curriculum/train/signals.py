@@ -47,7 +47,8 @@ class StopSignals:
     The process is the caller's: a second SIGINT raises KeyboardInterrupt, and another signal does what it did before.
     Inside `ending_the_process` each of them ends the process.
 
-    SIGHUP comes when the terminal is closed. Under nohup, which ignores it, it stays ignored.
+    SIGHUP comes when the terminal is closed. Under nohup, which ignores it, it stays ignored. A signal that a program
+    around Python handles, whose handler Python could not put back, is left to it.
     """
 
     def __init__(self):
@@ -57,7 +58,8 @@ class StopSignals:
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                handler = signal.getsignal(number)
+                if handler is not None and (number != signal.SIGHUP or handler is not signal.SIG_IGN):
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
