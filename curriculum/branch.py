@@ -29,6 +29,7 @@ from curriculum.record.wording import printable
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import Past, declaration
+from curriculum.train.device import own_settings
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.resuming import ledger
 from curriculum.train.resuming.edits import changes_since, find_edit, gone_on
@@ -42,6 +43,7 @@ from phases.schedule import Schedule, Segment, cut, segments_from_json
 _HEAD = "# A branch of "  # at the top of a branch's copy of its trunk's config file
 
 
+@own_settings()
 def branch(
     run: str | Path,
     at: int | str,

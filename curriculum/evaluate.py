@@ -106,12 +106,14 @@ def evaluate(
 
     # Slow imports, after all checks that do without them.
     from curriculum.train.compiled import make_suite
+    from curriculum.train.device import own_settings
     from curriculum.train.trained import load_trained
 
-    trained = load_trained(saved, store_dir)
-    suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
-    progress = ConsoleProgress(f"measuring step {saved.step:,}", unit=WINDOWS)
-    results = suite.run(trained.params, progress=progress)
+    with own_settings():
+        trained = load_trained(saved, store_dir)
+        suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
+        progress = ConsoleProgress(f"measuring step {saved.step:,}", unit=WINDOWS)
+        results = suite.run(trained.params, progress=progress)
     warnings = []
     if trained.unfit_mesh is not None:
         how = f"measured with mesh.data {trained.mesh.size}; sums may differ from training's in the last digits"

@@ -61,7 +61,19 @@ class Loaded:
 
     def stream(self, texts: Iterable[str], sampling: Sampling, chat: bool = False) -> Iterator[NewText]:
         """Pieces of the continuations as they are drawn, several texts at a time; a text's last piece has all of it."""
-        return self.generator.stream(self.params, self.prompts(texts, chat), sampling)
+        from curriculum.train.device import own_settings
+
+        pieces = self.generator.stream(self.params, self.prompts(texts, chat), sampling)
+
+        def drawn() -> Iterator[NewText]:
+            while True:
+                with own_settings():  # not beyond a piece: what the caller does meanwhile is his own
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                yield piece
+
+        return drawn()
 
 
 def generate(
@@ -92,7 +104,10 @@ def generate(
         raise InputError(*(f"{name}: {message}" for name, message in problems))
     loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir, make_model=make_model)
     sampling = loaded.until_answered(sampling) if chat else sampling
-    return loaded.generator.generate(loaded.params, loaded.prompts(prompts, chat), sampling)
+    from curriculum.train.device import own_settings
+
+    with own_settings():
+        return loaded.generator.generate(loaded.params, loaded.prompts(prompts, chat), sampling)
 
 
 @chosen_again
@@ -110,12 +125,14 @@ def load_generator(
 
     # Slow imports, after all checks that do without them.
     from curriculum.model.generate import Generator
+    from curriculum.train.device import own_settings
     from curriculum.train.mesh import on_mesh
     from curriculum.train.trained import load_trained
 
-    trained = load_trained(saved, store_dir)
+    with own_settings():
+        trained = load_trained(saved, store_dir)
+        generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
     warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each device holds all parameters",)
-    generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
     known = chat_of(RunDirectory(Path(run)).resolved(), saved.ledger, saved.step)
     template = known or Template.of(config.chat, saved.tokenizer.special_tokens)
     return Loaded(saved.step, generator, trained.params, warnings, template, known is not None)

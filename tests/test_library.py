@@ -25,12 +25,13 @@ from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export, load_exported
-from curriculum.generate import generate
+from curriculum.generate import generate, load_generator
 from curriculum.model.formats.safetensors_writer import write_safetensors
 from curriculum.model.model import Model, check_model
 from curriculum.plan import plan
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run, run_directory
+from curriculum.sampling import Sampling
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.divergence import Diverged
 from curriculum.train.dry_run import dry_run
@@ -475,6 +476,38 @@ def test_paths_may_be_given_as_paths(text_folder, tmp_path):
     ]
     with pytest.raises(InputError, match="--init-from .*nowhere: adaptation.init_from: .* does not exist"):
         load_config(tmp_path / "own.yaml", ["evalsets.primary={path: x}", "train.steps=3"], init_from=Path("nowhere"))
+
+
+def _mesh(kind):
+    return jax.make_mesh((1,), ("x",), axis_types=(kind,))
+
+
+@pytest.mark.parametrize(
+    "forbidding",
+    [
+        lambda: jax.set_mesh(_mesh(jax.sharding.AxisType.Explicit)),
+        lambda: jax.set_mesh(_mesh(jax.sharding.AxisType.Auto)),
+        lambda: jax.transfer_guard("disallow"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.numpy_rank_promotion("raise"),
+    ],
+    ids=["explicit mesh", "auto mesh", "transfers", "dtypes", "ranks"],
+)
+def test_what_the_caller_asks_of_jax_for_code_of_his_own_reaches_no_run(forbidding, tmp_path):
+    store, data = tmp_path / "store", tiny_data(write_corpus(tmp_path))
+    longer = [*data["phases"][:1], data["phases"][1] | {"seq_len": 16}]  # compiled ahead
+    config = build_config(data | {"phases": longer, "train": data["train"] | {"steps": 8}})
+    with forbidding():
+        train(config, tmp_path / "run", store_dir=store)
+        loss = evaluate(tmp_path / "run", step=8, store_dir=store).summaries["val"].loss
+        [text] = generate(tmp_path / "run", ["the fox"], step=8, max_tokens=4, store_dir=store)
+        loaded = load_generator(tmp_path / "run", step=8, store_dir=store)
+        asked = jax.config.jax_numpy_rank_promotion, jax.sharding.get_mesh()
+        pieces = loaded.stream(["the fox"], Sampling(max_tokens=4))
+        first = next(pieces)
+        assert (jax.config.jax_numpy_rank_promotion, jax.sharding.get_mesh()) == asked
+        assert [first, *pieces][-1].whole == text
+    assert round(loss, 6) == load_run(tmp_path / "run").evals()[-1][1]
 
 
 def test_a_run_trains_while_jax_looks_for_nans(tmp_path):

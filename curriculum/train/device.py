@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from curriculum.errors import InputError, check_read_as_utf8
@@ -75,6 +75,24 @@ def check_platform() -> None:
     if wanted not in ("", "cpu") and found == "cpu":
         to_mend = f"see to the driver and to jax's plugin for it (pip install 'jax[cuda13]=={jax.__version__}')"
         raise InputError(f"JAX_PLATFORMS: got {wanted}, but jax finds no such device; {to_mend}, or unset it")
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Context in which the caller's mesh, and what he forbids his own code, do not reach what is computed here.
+
+    Arrays of a run lie on the run's mesh, and jax would refuse them beside another one. Its transfers and promotions of
+    ranks and types are meant.
+    """
+    import jax
+
+    with (
+        jax.set_mesh(None),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.transfer_guard("allow"),
+    ):
+        yield
 
 
 def cache_folder(store_dir: str | Path) -> str:

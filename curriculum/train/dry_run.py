@@ -13,6 +13,7 @@ from curriculum.config import Config, check_is_config
 from curriculum.model.model import Model, count, num_parameters
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.clock import peak_memory_gb
+from curriculum.train.device import own_settings
 from curriculum.train.mesh import describe_devices
 from curriculum.train.resuming.opening import check
 from curriculum.train.resuming.start import start_of
@@ -21,6 +22,7 @@ from curriculum.train.step import read_window
 from evalsets.metrics import summarise
 
 
+@own_settings()
 def dry_run(
     config: Config,
     *,

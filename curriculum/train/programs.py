@@ -25,6 +25,7 @@ SETTINGS = (
     "jax_debug_nans",
     "jax_debug_infs",
 )
+_FORBIDDING = "jax_numpy_rank_promotion"  # no bit hangs on it, but it may end a compilation
 
 
 class StepShape(NamedTuple):
@@ -119,7 +120,7 @@ class Programs:
 
 
 def _settings() -> list[Any]:
-    return [getattr(jax.config, name) for name in SETTINGS]
+    return [getattr(jax.config, name) for name in (*SETTINGS, _FORBIDDING)]
 
 
 def _settings_of_new_threads() -> list[Any]:

@@ -22,6 +22,7 @@ from curriculum.train import fields, taking_up
 from curriculum.train.averages import averages_at
 from curriculum.train.bases import keep_base
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
+from curriculum.train.device import own_settings
 from curriculum.train.divergence import GoingBack, begin_anew, check_diverged
 from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import count, first_then_all, from_first, is_first, leaving_on_error
@@ -42,6 +43,7 @@ class _EvalLeft(Exception):
     """A signal ended an eval between two micro-batches."""
 
 
+@own_settings()
 def train(
     config: Config,
     run_dir: str | Path | None = None,
