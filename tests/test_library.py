@@ -510,6 +510,18 @@ def test_what_the_caller_asks_of_jax_for_code_of_his_own_reaches_no_run(forbiddi
     assert round(loss, 6) == load_run(tmp_path / "run").evals()[-1][1]
 
 
+@pytest.mark.parametrize("name", ["jax_disable_jit", "jax_debug_infs"])
+def test_a_setting_of_jax_under_which_no_run_trains_is_refused(name, tmp_path):
+    config = build_config(tiny_data(write_corpus(tmp_path)))
+    jax.config.update(name, True)
+    try:
+        with pytest.raises(InputError, match=f"^{name}: is on, and .*; turn it off for this call"):
+            train(config, tmp_path / "run", store_dir=tmp_path / "store")
+    finally:
+        jax.config.update(name, False)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "store").exists()
+
+
 def test_a_run_trains_while_jax_looks_for_nans(tmp_path):
     config = build_config(tiny_data(write_corpus(tmp_path)))
     with jax.debug_nans(True):

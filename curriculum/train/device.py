@@ -77,6 +77,19 @@ def check_platform() -> None:
         raise InputError(f"JAX_PLATFORMS: got {wanted}, but jax finds no such device; {to_mend}, or unset it")
 
 
+def check_settings() -> None:
+    """Raise InputError for a setting of jax under which no run trains."""
+    import jax
+
+    unfit = {
+        "jax_disable_jit": "a run's programs are compiled ahead",
+        "jax_debug_infs": "a run keeps infinity where no loss is yet; jax_debug_nans finds what is no number",
+    }
+    on = {name: why for name, why in unfit.items() if getattr(jax.config, name)}
+    if on:
+        raise InputError(*(f"{name}: is on, and {why}; turn it off for this call" for name, why in on.items()))
+
+
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Context in which the caller's mesh, and what he forbids his own code, do not reach what is computed here.

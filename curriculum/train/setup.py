@@ -32,7 +32,14 @@ from curriculum.schema.shapes import row_problems
 from curriculum.train.bases import check_base, load_frozen
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
-from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
+from curriculum.train.device import (
+    cache_compiled,
+    cache_folder,
+    check_platform,
+    check_settings,
+    device_lines,
+    tune_device,
+)
 from curriculum.train.mesh import abstract_on_mesh, introduce, make_mesh, row_shards
 from curriculum.train.processes.together import check_same, count, first_then_all, from_first, share_folder
 from curriculum.train.programs import SETTINGS
@@ -131,6 +138,7 @@ def build(
     """
     config = _with_model(config, make_model, continues=bool(trained))
     start = start or Start()
+    check_settings()
     added_flags = tune_device(config.train.deterministic)
     check_platform()
     mesh = _mesh_of(config)
