@@ -211,6 +211,12 @@ def test_pins_are_plain_and_cover_every_dependency():
     assert not [name for name in parity if name.startswith(("nvidia", "cuda")) or name == "triton"]  # of GPUs alone
 
 
+def test_type_checkers_see_the_annotations_of_an_installed_package():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert built.get("package-data") == {"*": ["py.typed"]}
+    assert all((ROOT / package / "py.typed").is_file() for package in PACKAGES)
+
+
 def test_what_make_runs_may_keep_bytecode():
     """Packages are installed without it: a container's usual setting would have each command compile all it imports."""
     rules = "include Makefile\ntold:; @echo [$${PYTHONDONTWRITEBYTECODE-unset}]\n"
