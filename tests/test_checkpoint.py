@@ -531,8 +531,8 @@ def state_at(step, value=1.0):
     return state._replace(step=np.int32(step))
 
 
-def save(checkpoints, step, value=1.0, **how):
-    checkpoints.save(state_at(step, value), {"step": step}, {"primary": np.zeros((3, 1), np.float32)}, **how)
+def save(checkpoints, step, value=1.0):
+    checkpoints.save(state_at(step, value), {"step": step}, {"primary": np.zeros((3, 1), np.float32)})
 
 
 def test_of_a_link_to_a_step_only_the_link_goes(tmp_path):
@@ -624,7 +624,7 @@ def test_a_checkpoint_stays_if_the_disk_refuses_the_one_that_replaces_it(tmp_pat
     with monkeypatch.context() as disk:
         disk.setattr(Path, "rename", renamed)
         disk.setattr(os, "fsync", forced)
-        save(checkpoints, 3, 2.0, replace=True)
+        save(checkpoints, 3, 2.0)
         with pytest.raises(OSError, match="No space left on device"):
             checkpoints.wait()
     checkpoints.close()
@@ -644,7 +644,7 @@ def test_a_replaced_checkpoint_that_cannot_be_deleted_is_no_failed_save(tmp_path
 
     with monkeypatch.context() as disk:
         disk.setattr(os, "rmdir", refuse)
-        save(checkpoints, 3, 2.0, replace=True)
+        save(checkpoints, 3, 2.0)
         checkpoints.close()
     assert (load_params(tmp_path / "checkpoints/3/params")["w"] == 2.0).all()
 

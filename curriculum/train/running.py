@@ -55,9 +55,7 @@ class Running:
 
         return from_first(on_disk)
 
-    def save_in(
-        self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int], *, replace: bool = False
-    ) -> None:
+    def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
         """Start saving the run after `done` updates; `offsets` are the lengths of its record.
 
         Raises InputError if the run's directory was moved or removed meanwhile.
@@ -65,7 +63,7 @@ class Running:
         if not from_first(lambda: self.directory.has_config):
             raise gone(self.directory.path)
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
-        checkpoints.save(self.state, entry, self.history.watch.baselines(), replace=replace)
+        checkpoints.save(self.state, entry, self.history.watch.baselines())
 
     def keep(self, done: int, folders: Iterable[Checkpoints], offsets: Mapping[str, int] | None = None) -> None:
         """Save the run after `done` updates in folders other than `checkpoints/`.

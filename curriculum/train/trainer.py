@@ -272,7 +272,7 @@ def _finish_step(run: Running, done: int, worse: Sequence[str]) -> None:
     worse = (*worse, *verdict.worse)
     ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
     told = planned or ends_here
-    offsets = save(run, done, planned, told=told, again=again) if told or again else None
+    offsets = save(run, done, planned, told=told) if told or again else None
     run.keep(done, verdict.keep, offsets)
     if ends_here and (not at_end or verdict.stopped_by is not None):
         run.settle(done)
@@ -384,12 +384,12 @@ def switch_phase(run: Running, done: int) -> None:
         run.history = run.history.with_phase(event["new_phase"], done, results)
 
 
-def save(run: Running, done: int, planned: bool, *, told: bool = True, again: bool = False) -> dict[str, int] | None:
+def save(run: Running, done: int, planned: bool, *, told: bool = True) -> dict[str, int] | None:
     """Start saving the run after `done` updates; return the record's length that belongs to the checkpoint.
 
     `planned`: the schedule asks for this checkpoint, so its `checkpoint` event belongs to that record. Without
-    `told` it has no event. `again`: it replaces the one that the run continued from. Returns None if the disk refused
-    the checkpoint, which is recorded. A diverged run is not saved: raises what `check_diverged` raises.
+    `told` it has no event. Returns None if the disk refused the checkpoint, which is recorded. A diverged run is not
+    saved: raises what `check_diverged` raises.
     """
     with run.clock.paused(run.state):
         check_diverged(run, done, whole_state=True)
@@ -402,7 +402,7 @@ def save(run: Running, done: int, planned: bool, *, told: bool = True, again: bo
                 run.record.event("checkpoint", done, path=f"checkpoints/{done}")
             # A checkpoint is never ahead of the record. If only a stop asked for it, a resume cuts its event off again.
             offsets = run.offsets() if planned else before
-            run.save_in(run.checkpoints, done, offsets, replace=again)
+            run.save_in(run.checkpoints, done, offsets)
         except OSError as error:
             run.save_failed(done, error, f"checkpoints/{done}")
             return None

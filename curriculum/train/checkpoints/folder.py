@@ -96,19 +96,18 @@ class Checkpoints:
         """Steps whose checkpoints are whole, ascending, without one that is being saved."""
         return checkpoint_steps(self.directory)
 
-    def save(
-        self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray], *, replace: bool = False
-    ) -> None:
+    def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
         """Start saving the state at its step; `baselines` are float32 [B, N] by eval set. Waits for the save before.
 
         The state may be donated to the next update as soon as this returns, and that update waits for nothing. If the
         device's memory is the host's, a copy is written, which needs the state's memory a second time until it is on
         disk.
 
-        Raises SaveFailed (with several processes InputError) if the disk refuses this save or refused the one before,
-        NonFiniteState before anything is written, and RuntimeError if the folder has this step or a later one. With
-        `replace` it may have this step, which stays until the new one is whole and on disk, and is what a resume
+        If the folder has this step already, that stays until the new one is whole and on disk, and is what a resume
         continues from if the save fails or is killed.
+
+        Raises SaveFailed (with several processes InputError) if the disk refuses this save or refused the one before,
+        NonFiniteState before anything is written, and RuntimeError if the folder has a later step.
         """
         import orbax.checkpoint as ocp
 
@@ -117,7 +116,7 @@ class Checkpoints:
         step = int(state.step)
         sound = int(state.guard.row_began) if int(state.guard.bad_in_a_row) else step
         newest = together.from_first(lambda: max(step_folders(self.directory), default=-1))
-        if newest >= step + replace:
+        if newest > step:
             raise RuntimeError(
                 f"{self.directory}: step {step} was not saved: step {newest} already exists; move the later ones away"
             )
