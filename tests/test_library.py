@@ -1,6 +1,7 @@
 """The Python of the documentation runs, in an empty folder; and what a model of one's own may and may not be."""
 
 import doctest
+import gc
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ from curriculum.plan import plan
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run, run_directory
 from curriculum.sampling import Sampling
+from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.divergence import Diverged
 from curriculum.train.dry_run import dry_run
@@ -508,6 +511,31 @@ def test_what_the_caller_asks_of_jax_for_code_of_his_own_reaches_no_run(forbiddi
         assert (jax.config.jax_numpy_rank_promotion, jax.sharding.get_mesh()) == asked
         assert [first, *pieces][-1].whole == text
     assert round(loss, 6) == load_run(tmp_path / "run").evals()[-1][1]
+
+
+def test_a_run_that_is_over_holds_no_files_and_no_eval_sets(tmp_path, monkeypatch):
+    """Without waiting for a garbage collection: the cards of a notebook's user are full of eval sets else."""
+    short = {"train": {"steps": 1, "batch_size": 4, "seq_len": 32}, "optim": {"warmup_steps": 0}}
+    one = {"phases": [{"name": "a", "until": "end", "mixture": {"web": 1, "law": 1}}]}
+    config, parts = build_config(tiny_data(write_corpus(tmp_path), **short, **one)), []
+
+    def built(*given, **named):
+        made = setup.build(*given, **named)
+        [[(tokens, _), *_], *_] = made.suite_at(0)._micro_batches.values()
+        parts.extend(map(weakref.ref, (tokens, made.corpus, made.compiled, made.course)))
+        return made
+
+    monkeypatch.setattr(trainer, "build", built)
+    train(config, tmp_path / "before", store_dir=tmp_path / "store")  # imports, and what they open
+    gc.collect()
+    gc.disable()
+    try:
+        before, _ = os.listdir("/proc/self/fd"), parts.clear()
+        train(config, tmp_path / "run", store_dir=tmp_path / "store")
+        assert os.listdir("/proc/self/fd") == before
+        assert len(parts) == 4 and not [part() for part in parts if part() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["jax_disable_jit", "jax_debug_infs"])

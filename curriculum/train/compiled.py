@@ -93,7 +93,8 @@ class Compiled:
 
     def close(self) -> None:
         """Start no more compilations in the background."""
-        self.updates.close()
+        for programs in (self.updates, self.suites, self.samples):
+            programs.close()
 
     def lower_update(self, shape: StepShape) -> jax.stages.Lowered:
         """The lowered update of a shape, as the compiler gets it."""

@@ -102,6 +102,8 @@ class Programs:
         wait, the `curriculum` command exits without the interpreter's shutdown.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
+        # As a rule methods of what has these programs: all of it would stay until a garbage collection.
+        self._compile = self._warm = _nothing
 
     def _make(self, shape: Hashable) -> Any:
         started = time.perf_counter()
@@ -117,6 +119,9 @@ class Programs:
         program = self._make(shape)
         self._warm(shape, program)
         return program
+
+
+def _nothing(*_: Any) -> None: ...
 
 
 def _settings() -> list[Any]:
