@@ -16,7 +16,7 @@ from curriculum.branching.copy import copy_trunk, made_whole
 from curriculum.config import Config, changed_config, load_config
 from curriculum.disk.lock import RunLock
 from curriculum.disk.manifest import damage
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_folder
 from curriculum.find_checkpoint import check_there, checkpoint_steps, is_step, read_ledger, undamaged
 from curriculum.model.model import Model
 from curriculum.parsing.yaml12 import Origin
@@ -72,6 +72,7 @@ def branch(
     Returns the branch's `training_complete` event. Raises InputError for what the user can fix, before `run_dir` is
     created, and Stopped after a signal: `train(..., resume="latest")` then resumes the branch.
     """
+    check_folder("run_dir", run_dir)
     trunk, directory = load_run(run), RunDirectory(Path(run_dir))
     _check_new(directory, store_dir, make_model is not None)
     fork = _fork(trunk, _step_of(trunk, at))

@@ -195,7 +195,7 @@ def changed_config(
 
 
 def build_config(
-    data: dict,
+    data: Mapping[str, Any],
     origin: Origin | None = None,
     *,
     check_paths: bool = True,
@@ -209,7 +209,7 @@ def build_config(
     `load_config`.
     """
     origin = origin or Origin()
-    if not isinstance(data, dict):
+    if not isinstance(data, Mapping):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
     data, problems = _plain_data(data, origin)
     not_substituted = {path for path, _ in problems}
@@ -255,7 +255,7 @@ def build_config(
     return Config(**values, origin=origin)
 
 
-def _plain_data(data: dict, origin: Origin) -> tuple[dict, Problems]:
+def _plain_data(data: Mapping[str, Any], origin: Origin) -> tuple[dict, Problems]:
     """The data as YAML has it, with variables replaced, and what is wrong with these.
 
     Raises InputError for what YAML has not.
@@ -274,12 +274,15 @@ def _as_yaml(given: Any, path: str, problems: Problems) -> Any:
     if given is None or type(given) in (str, bool, int, float):
         return given
     if isinstance(given, Mapping):
-        keys = {key if isinstance(key, str) else json.dumps(key, default=str): item for key, item in given.items()}
+        keys = {
+            str.__str__(key) if isinstance(key, str) else json.dumps(key, default=str): item
+            for key, item in given.items()
+        }
         return {key: _as_yaml(item, f"{path}.{key}" if path else key, problems) for key, item in keys.items()}
     if isinstance(given, list | tuple):
         return [_as_yaml(item, f"{path}[{i}]", problems) for i, item in enumerate(given)]
     if isinstance(given, str):
-        return str(given)
+        return str.__str__(given)  # of an Enum's member its text, where str() gives its name
     if isinstance(given, os.PathLike):
         return os.fspath(given)
     if callable(item := getattr(given, "item", None)) and getattr(given, "shape", None) == ():

@@ -78,6 +78,17 @@ def check_several(name: str, given: Any) -> None:
         raise InputError(f"{name}: got {str(given)!r}, expected a list, as in [{str(given)!r}]")
 
 
+def check_folder(name: str, given: Any) -> None:
+    """Raise InputError unless the path of a folder is given; one that begins with `~`, as a shell replaces it, is not.
+
+    An empty text would be the working folder.
+    """
+    if isinstance(given, str | os.PathLike) and os.fspath(given) and Path(given).parts[:1] != ("~",):
+        return
+    fix = f"; write it out, as os.path.expanduser({str(given)!r}) does" if str(given).startswith("~") else ""
+    raise InputError(f"{name}: got {shown(given)}, expected the path of a folder{fix}")
+
+
 def shown(value: Any) -> str:
     """A value of a config as a message quotes it: as JSON, with its letters as they are."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def find_checkpoint(
     damaged.
     """
     given = "" if wanted is None else f"{option} {wanted}: "
-    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not is_step(wanted):
+    number = isinstance(wanted, Integral) and not isinstance(wanted, bool)
+    if wanted not in (None, "latest", "gold") and not (is_step(wanted) if isinstance(wanted, str) else number):
         raise InputError(f"{given}expected 'latest', 'gold' or the step of a checkpoint")
     # Before the folders are listed: a gold's line comes before its checkpoint has its name.
     has_record = (directory.path / EVENTS).exists()

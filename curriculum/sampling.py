@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 LARGEST_SEED = 2**63 - 1
 
@@ -34,16 +37,20 @@ class Sampling:
         """What is wrong with the settings, as (field, message)."""
         problems = []
 
-        def expect(name: str, fits: bool, expected: str) -> None:
-            if not fits:
-                problems.append((name, f"got {getattr(self, name)}, expected {expected}"))
+        def expect(name: str, kind: type, fits: Callable[[Any], bool], expected: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                what = "a whole number" if kind is Integral else "a number"
+                problems.append((name, f"got {value!r}, expected {what}: {expected}"))
+            elif not fits(value):
+                problems.append((name, f"got {value}, expected {expected}"))
 
-        expect("max_tokens", 1 <= self.max_tokens <= 10**6, "1 to 1000000")
-        expect("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0, or 1e-6 to 1e6")
-        expect("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) or more")
-        expect("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)")
-        expect("min_p", 0 <= self.min_p <= 1, "0 (all tokens) to 1")
-        expect("seed", 0 <= self.seed <= LARGEST_SEED, f"0 to {LARGEST_SEED}")
+        expect("max_tokens", Integral, lambda n: 1 <= n <= 10**6, "1 to 1000000")
+        expect("temperature", Real, lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or 1e-6 to 1e6")
+        expect("top_k", Integral, lambda n: 0 <= n < 2**31, "0 (all tokens) or more")
+        expect("top_p", Real, lambda p: 0 < p <= 1, "more than 0 and at most 1 (all tokens)")
+        expect("min_p", Real, lambda p: 0 <= p <= 1, "0 (all tokens) to 1")
+        expect("seed", Integral, lambda n: 0 <= n <= LARGEST_SEED, f"0 to {LARGEST_SEED}")
         if isinstance(self.stop, str):
             problems.append(("stop", f"got the text {self.stop!r}, expected a tuple of texts"))
         elif "" in self.stop:

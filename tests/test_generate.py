@@ -257,7 +257,9 @@ def test_what_is_compiled_ahead_gives_the_same_and_nothing_more_is_compiled(smal
 
 def test_several_prompts_are_streamed_at_once_and_pieces_make_the_text(small):
     drawer, params = small
-    pieces = list(drawer.stream(params, [drawer.prompt(t) for t in ("one", "two")], Sampling(max_tokens=25, seed=1)))
+    pieces = list(
+        drawer.stream(params, [drawer.prompt(t) for t in ("one", "two")], Sampling(max_tokens=np.int64(25), seed=1))
+    )
     order = [piece.index for piece in pieces if piece.text]
     assert order.index(1) < len(order) - 1 - order[::-1].index(0)  # the second begins before the first ends
     for index in (0, 1):

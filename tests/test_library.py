@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +39,7 @@ from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.divergence import Diverged
 from curriculum.train.dry_run import dry_run
+from curriculum.train.setup import build
 from curriculum.train.signals import Stopped
 from curriculum.train.trainer import train
 from curriculum.train.watch import RegressionStop
@@ -460,6 +462,40 @@ def test_a_single_text_is_not_taken_letter_by_letter(tmp_path):
         assert str(told.value).startswith(what)
 
 
+def test_an_argument_of_another_type_is_taken_or_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = tiny_data(write_corpus(tmp_path))
+    data["model"]["preset"] = Enum("Preset", {"TINY": "tiny"}, type=str).TINY
+    config = build_config(MappingProxyType(data))
+    assert config.model.preset == "tiny" and type(config.model.preset) is str
+    assert not Sampling(max_tokens=np.int64(3), temperature=np.float32(1), seed=np.uint8(1)).problems()
+
+    step = "expected 'latest', 'gold' or the step of a checkpoint"
+    for call, message in [
+        (lambda: train(config, ""), 'run_dir: got "", expected the path of a folder'),
+        (lambda: train(config, 3), "run_dir: got 3, expected the path of a folder"),
+        (
+            lambda: train(config, "~/x"),
+            """run_dir: got "~/x", expected the path of a folder; write it out, as os.path.expanduser('~/x') does""",
+        ),
+        (lambda: branch("run", 2, ""), 'run_dir: got "", expected the path of a folder'),
+        (lambda: train(config, "run", store_dir=None), "store_dir: got null, expected the path of a folder"),
+        (lambda: train(config, "run", resume=False), f"--resume False: {step}"),
+        (lambda: train(config, "run", resume=True), f"--resume True: {step}"),
+        (lambda: train(config, "run", resume=2.0), f"--resume 2.0: {step}"),
+        (lambda: train(config, "run", resume=Path("run/checkpoints/2")), f"--resume run/checkpoints/2: {step}"),
+        (lambda: generate("run", ["a"], max_tokens=3.0), "max_tokens: got 3.0, expected a whole number: 1 to 1000000"),
+        (
+            lambda: generate("run", ["a"], top_p="1"),
+            "top_p: got '1', expected a number: more than 0 and at most 1 (all tokens)",
+        ),
+    ]:
+        with pytest.raises(InputError) as told:
+            call()
+        assert str(told.value) == message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["law.jsonl", "web.jsonl"]
+
+
 def test_paths_may_be_given_as_paths(text_folder, tmp_path):
     """And directories by their names, as `evaluate` takes them."""
     (tmp_path / "own.yaml").write_text(
@@ -520,7 +556,7 @@ def test_a_run_that_is_over_holds_no_files_and_no_eval_sets(tmp_path, monkeypatc
     config, parts = build_config(tiny_data(write_corpus(tmp_path), **short, **one)), []
 
     def built(*given, **named):
-        made = setup.build(*given, **named)
+        made = build(*given, **named)
         [[(tokens, _), *_], *_] = made.suite_at(0)._micro_batches.values()
         parts.extend(map(weakref.ref, (tokens, made.corpus, made.compiled, made.course)))
         return made

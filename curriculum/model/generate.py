@@ -147,7 +147,7 @@ class Generator:
         by_room: dict[int, deque[Continuation]] = {}
         for index, prompt in enumerate(prompts):
             ids = prompt.ids.astype("<i4").tobytes()
-            key, last = _key(sampling.seed, ids, met[ids]), len(prompt.ids) - 1 + sampling.max_tokens
+            key, last = _key(sampling.seed, ids, met[ids]), len(prompt.ids) - 1 + int(sampling.max_tokens)
             met[ids] += 1
             # The last token is never fed to the model, so it may lie one beyond the model's positions.
             limited = self.model.max_seq_len is not None and last > self.model.max_seq_len

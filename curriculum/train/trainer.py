@@ -13,7 +13,7 @@ from typing import Any
 from curriculum.config import Config, check_is_config
 from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.disk.lock import RunLock
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_folder
 from curriculum.model.model import Model
 from curriculum.record.wandb_log import check_wandb
 from curriculum.run import DEFAULT_STORE_DIR
@@ -67,7 +67,9 @@ def train(
     Raises Diverged if training diverged and a rollback is not configured or not possible.
     """
     check_is_config(config)
-    directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
+    if run_dir is not None:
+        check_folder("run_dir", run_dir)
+    directory = RunDirectory(Path("runs") / config.name if run_dir is None else Path(run_dir))
     check_same_config(config, resume=resume, accept_past=accept_past)
     with RunLock(directory.path) as lock:
         resumed, under_way = resumed_by_first(lambda: opening.claim(directory, lock, resume))
