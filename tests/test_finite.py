@@ -1,12 +1,15 @@
 """Whether a state holds numbers alone."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
+from curriculum.train.checkpoints.finite import NonFiniteState, _finite, check_finite
+from curriculum.train.checkpoints.folder import _copied
 from curriculum.train.step import init_state
 
 
@@ -36,3 +39,18 @@ def test_what_was_found_finite_vouches_for_nothing_else():
         with pytest.raises(NonFiniteState, match=r"nu\.w is not finite"):
             check_finite(bad)
     check_finite(state)
+
+
+@pytest.mark.parametrize("function", [_copied, _finite])
+def test_of_states_of_many_shapes_the_latest_programs_alone_stay_in_memory(function):
+    """As in a sweep over architectures: jax keeps all that it has compiled of one function."""
+
+    def in_memory():
+        gc.collect()
+        return [e for e in jax.devices()[0].client.live_executables() if function.__name__ in e.hlo_modules()[0].name]
+
+    for width in range(1, 12):
+        function({"w": jnp.ones(width)})
+    before = in_memory()
+    function({"w": jnp.zeros(11)})
+    assert 1 <= len(before) == len(in_memory()) <= 8

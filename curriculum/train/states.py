@@ -108,4 +108,9 @@ class States:
         """A function from parameters to the first state, whose guard looks back `window_steps` updates."""
         sizes = {"num_sources": num_sources, "window_steps": window_steps}
         ema = self.config.averages.ema_decay is not None
-        return keeping(partial, self.own)(init_state, optimizer=self.optimizer, ema=ema, **sizes)
+        return keeping(_begin, self.own)(self.architecture, optimizer=self.optimizer, ema=ema, **sizes)
+
+
+def _begin(_: ModelConfig | None, **settings: Any) -> Callable[[Params], TrainState]:
+    """A function of its own for each architecture: jax keeps all that it has compiled of one."""
+    return partial(init_state, **settings)

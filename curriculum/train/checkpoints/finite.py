@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from curriculum.model.model import by_name
+from curriculum.train.kept import jitted_by_shapes
 from curriculum.train.mesh import on_host
 from curriculum.train.step import TrainState
 
@@ -38,7 +39,7 @@ def check_finite(state: TrainState) -> None:
     _looked_at = [weakref.ref(leaf) for leaf in leaves]
 
 
-@jax.jit
+@jitted_by_shapes
 def _finite(tree: Any) -> jax.Array:
     """Whether each leaf is finite everywhere."""
     return jnp.stack([_finite_leaf(leaf) for leaf in jax.tree.leaves(tree)])

@@ -26,6 +26,7 @@ from curriculum.run_directory import RunDirectory, link_or_copy, replaced_as, st
 from curriculum.train.checkpoints.arrays import disk_error, in_turn, load_params
 from curriculum.train.checkpoints.finite import check_finite
 from curriculum.train.checkpoints.quiet import quiet_failed_saves
+from curriculum.train.kept import jitted_by_shapes
 from curriculum.train.mesh import placed
 from curriculum.train.processes import together
 from curriculum.train.step import TrainState
@@ -381,7 +382,7 @@ def _numpy_handlers() -> ocp.type_handlers.TypeHandlerRegistry:
     return handlers.create_type_handler_registry(as_they_are, (jax.Array, handlers.ArrayHandler()))
 
 
-@jax.jit
+@jitted_by_shapes
 def _copied(tree: Any) -> Any:
     """A copy made by all cores: an update that is given arrays still being read would copy them with one.
 
