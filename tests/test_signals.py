@@ -126,3 +126,32 @@ def test_a_signal_that_a_program_around_python_handles_is_left_to_it(monkeypatch
 )
 def test_a_stop_says_what_is_saved(not_saved, words):
     assert str(Stopped(signal.SIGINT, 9, *not_saved)) == words
+
+
+AS_PROCESS_1 = """
+import os, sys, time
+from curriculum.cli import main
+os.getpid = lambda: 1
+def wait():
+    print("ready", flush=True)
+    time.sleep(60)
+main.run_command = wait
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "under_nohup"), [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)]
+)
+def test_a_signal_ends_process_1_of_a_container_before_the_run_begins(number, under_nohup):
+    """For which Linux ignores what would end any other process, so that Kubernetes would wait, and then kill it."""
+    ignoring = ["nohup"] if under_nohup else []
+    process = subprocess.Popen([*ignoring, sys.executable, "-c", AS_PROCESS_1], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    if under_nohup:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.kill()
+    process.communicate(timeout=30)
+    assert process.returncode == (-signal.SIGKILL if under_nohup else 128 + number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -91,8 +92,16 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))
 
 
+def _end_by_signals() -> None:
+    """Let SIGTERM and SIGHUP end process 1 of a container, as they end any other where nothing handles them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if os.getpid() == 1 and signal.getsignal(number) is signal.SIG_DFL:  # which Linux takes for "ignore" there
+            signal.signal(number, lambda number, _: os._exit(128 + number))
+
+
 def main() -> None:
     _open_closed_streams()
+    _end_by_signals()
     # numpy would start a thread per core for products that no command makes; each spins for a tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.unraisablehook = _unraisable
