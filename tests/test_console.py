@@ -866,6 +866,13 @@ def test_a_stream_without_arrows_gets_escapes_instead_of_an_error(tmp_path):
     assert "base → law" in (tmp_path / "train.log").read_text(encoding="utf-8")
 
 
+def test_the_name_of_a_folder_steers_no_terminal(tmp_path):
+    run_dir = tmp_path / "a\x1b[2J\nb"
+    run_dir.mkdir()
+    lines = printed(run_dir, start())
+    assert r"a\x1b[2J\nb" in "".join(lines) and "\x1b" not in "".join(lines)
+
+
 class OnlyWrites:
     """What a program puts in the place of stdout to have a copy in a file of its own."""
 

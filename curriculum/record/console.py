@@ -36,6 +36,7 @@ from curriculum.record.wording import (
     largest,
     loss,
     percent_done,
+    printable,
 )
 from curriculum.run_directory import RunDirectory
 from evalsets.summary import Recorded
@@ -302,7 +303,7 @@ class Console:
         if self._progress_open:
             self._show("\r\x1b[K")
             self._progress_open = False
-        for line in lines:
+        for line in map(printable, lines):  # they name folders as well
             self._log.write(f"{line}\n".encode())
             self._show(f"\x1b[{color}m{line}\x1b[0m\n" if color and self._in_color else f"{line}\n")
 
