@@ -22,7 +22,7 @@ from curriculum.model.model import Model
 from curriculum.parsing.yaml12 import Origin
 from curriculum.record.commands import resume_command
 from curriculum.record.console import phase_lines
-from curriculum.record.events import EVENTS, check_offsets
+from curriculum.record.events import EVENTS, View, check_offsets
 from curriculum.record.queries import acts_of
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import printable
@@ -54,6 +54,7 @@ def branch(
     eval_dataset_dirs: Iterable[str] = (),
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
+    views: Sequence[View] = (),
     dry_run: bool = False,
 ) -> dict[str, Any] | None:
     """Begin a run in `run_dir` that equals `run`, the trunk, up to step `at`, and train it to its end.
@@ -65,7 +66,7 @@ def branch(
     stays raised to the end of its phase, unless the config changes what the phase draws. Without changes the branch
     repeats the whole trunk, if the trunk was not edited after `at`.
 
-    The branch needs nothing of the trunk afterwards. `make_model` is as in `train`.
+    The branch needs nothing of the trunk afterwards. `make_model` and `views` are as in `train`.
 
     With `dry_run` it only checks all of this, prints what would be trained, and returns None; text is prepared.
 
@@ -111,7 +112,8 @@ def branch(
         _tell(edit_event)
     with RunLock(directory.path) as lock:
         lock.take()
-        return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
+        resumed = to_resume(directory, "latest")
+        return train_built(setup, directory, resumed, lock, begins_branch=True, views=views)
 
 
 @dataclass(frozen=True)

@@ -606,3 +606,44 @@ def test_what_train_raises_reaches_another_process_whole(raised):
     """A pool of processes ends with every trial in it if what one of them raises cannot be read."""
     again = pickle.loads(pickle.dumps(raised))
     assert type(again) is type(raised) and str(again) == str(raised) and vars(again) == vars(raised)
+
+
+class Seen:
+    """A view that notes what it is given."""
+
+    def __init__(self):
+        self.events, self.rows, self.closed = [], [], 0
+
+    def event(self, event):
+        self.events.append(event)
+
+    def row(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_view_of_the_callers_gets_the_record_as_it_is_written(tmp_path):
+    config, store = build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store"
+    seen, again, of_branch = Seen(), Seen(), Seen()
+    train(config, tmp_path / "run", store_dir=store, views=[seen])
+    run = load_run(tmp_path / "run")
+    assert (seen.events, seen.rows, seen.closed) == (run.events, run.metrics, 1)
+    train(config, tmp_path / "run", store_dir=store, resume=8, views=[again])
+    run = load_run(tmp_path / "run")
+    assert again.events == run.events[-len(again.events) :] and again.events[0]["event"] == "resume"
+    assert [row["step"] for row in again.rows] == [9, 10, 11, 12] and again.closed == 1
+    branch(tmp_path / "run", 10, tmp_path / "branch", store_dir=store, views=[of_branch])
+    assert [row["step"] for row in of_branch.rows] == [11, 12] and of_branch.closed == 1
+
+
+def test_what_a_view_raises_ends_the_run_which_goes_on_from_its_newest_checkpoint(tmp_path):
+    config, store = build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store"
+    failing = Seen()
+    failing.row = lambda row: {}[row["step"]] if row["step"] == 7 else None
+    with pytest.raises(KeyError, match="^7$"):
+        train(config, tmp_path / "run", store_dir=store, views=[failing])
+    assert failing.closed == 1
+    train(config, tmp_path / "run", store_dir=store, resume="latest")
+    assert [e["step"] for e in load_run(tmp_path / "run").events if e["event"] == "resume"] == [6]

@@ -38,7 +38,10 @@ _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
 class View(Protocol):
-    """Shows the record as it grows. `event` and `row` get exactly what the line in the file has."""
+    """Shows the record as it grows. `event` and `row` get exactly what the line in the file has.
+
+    After a rollback lines of steps that were trained before come again. What a view raises ends the run.
+    """
 
     def event(self, event: dict[str, Any]) -> None: ...
 

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -223,11 +223,17 @@ def before(directory: RunDirectory) -> fields.Before:
 
 
 def record_as_of(
-    setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None, at_end: ExitStack
+    setup: Setup,
+    directory: RunDirectory,
+    resumed: Resumed | None,
+    record: Record | None,
+    at_end: ExitStack,
+    own_views: Iterable[View],
 ) -> Record:
     """The record, cut back to what the run continues from.
 
-    `record` is the one that this process already has open; None: it is opened, and closed by `at_end`.
+    `record` is the one that this process already has open; None: it is opened, with `own_views` beside the program's,
+    and closed by `at_end`.
     """
     offsets = {EVENTS: 0, METRICS: 0} if resumed is None else resumed.ledger["offsets"]
     if record is not None:
@@ -248,6 +254,6 @@ def record_as_of(
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
     cut_record(directory.path, offsets)
-    record = Record(directory.path, tokens_at, elapsed_before_s, views)
+    record = Record(directory.path, tokens_at, elapsed_before_s, [*views, *own_views])
     at_end.callback(record.close)
     return record

@@ -15,6 +15,7 @@ from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError, check_folder
 from curriculum.model.model import Model
+from curriculum.record.events import View
 from curriculum.record.wandb_log import check_wandb
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
@@ -52,13 +53,15 @@ def train(
     accept_past: bool = False,
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
+    views: Sequence[View] = (),
 ) -> dict[str, Any]:
     """Train a run, or continue it, and return its `training_complete` event.
 
     `run_dir` defaults to `runs/<name>`. `resume` is None for a new run, "latest", "gold" or a checkpoint's step. On
     resume, changes of the config are recorded as `schedule_edit`. A change to what was already trained is refused,
     unless `accept_past` is set: the run then continues from what was trained. `make_model(vocab_size)` returns a
-    custom model for the tokenizer's ids; the `model` section is then ignored, and saved as null.
+    custom model for the tokenizer's ids; the `model` section is then ignored, and saved as null. `views` get every line
+    of the record as it is written, in process 0, and are closed as the run ends.
 
     Raises InputError, before anything is created, for what the user can fix; also as the run ends, if the disk refused
     its last checkpoint or the end of its record. Raises Stopped after a signal, and RegressionStop if
@@ -79,7 +82,7 @@ def train(
             opening.check_apart(config, directory)
             tokenizer = opening.kept_tokenizer(directory, config) if resume is not None else None
             setup = build(config, store_dir, tokenizer, make_model, start_of(config))
-            return train_built(setup, directory, None, lock)
+            return train_built(setup, directory, None, lock, views=views)
         from_first(lambda: opening.tell_new_name(config, directory))
         edit = find_edit(config, saved, accept_past=accept_past)
         opening.check_ahead(config, directory, saved["step"], edit.past)
@@ -91,7 +94,7 @@ def train(
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
         changed = edit_event(edit, saved, found, accepted, setup.warnings(saved["data_warnings"]))
         rollback = None if under_way is None else Rollback(**under_way["rollback"])
-        return train_built(setup, directory, resumed, lock, edit=changed, rollback=rollback)
+        return train_built(setup, directory, resumed, lock, edit=changed, rollback=rollback, views=views)
 
 
 def train_built(
@@ -103,6 +106,7 @@ def train_built(
     edit: Mapping[str, Any] | None = None,
     rollback: Rollback | None = None,
     begins_branch: bool = False,
+    views: Sequence[View] = (),
 ) -> dict[str, Any]:
     """Train a run whose parts are built: begin it, or continue it from `resumed`, rolling back if it diverges.
 
@@ -137,7 +141,7 @@ def train_built(
                     if config.adaptation.lora is not None:
                         from_first(lambda: keep_base(directory, setup.lineage))
                 best = taking_up.directory_as_of(setup, directory, checkpoints, resumed, history, bad)
-                record = taking_up.record_as_of(setup, directory, resumed, record, at_end)
+                record = taking_up.record_as_of(setup, directory, resumed, record, at_end, views)
             with best, leaving_on_error():
                 run = Running(setup, directory, record, checkpoints, best, state, history, stop)
                 on = fields.resumption(setup, state, step, rollback, damaged, bad, edits, begins_branch, before)
