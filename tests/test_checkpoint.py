@@ -761,7 +761,7 @@ def test_saves_of_several_folders_follow_one_another(tmp_path):
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch, moved):
+def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch, capsys, moved):
     log = trainer.log
 
     def gone_at_5(run, done):
@@ -773,6 +773,7 @@ def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch,
     run_dir = tmp_path / "run"
     with pytest.raises(InputError, match="run: was moved or removed while the run trained; if it is elsewhere"):
         tiny_train(place, run_dir, logging={"every": 5, "tensorboard": False})
+    assert "stopped" not in capsys.readouterr().out  # where to resume from says the error, if anywhere
     if moved:
         shutil.rmtree(run_dir, ignore_errors=True)
         (tmp_path / "elsewhere").rename(run_dir)

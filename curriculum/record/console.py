@@ -169,9 +169,9 @@ class Console:
             self._skipped, self._calm_evals = skipped_counts(self._row), 0
 
     def close(self) -> None:
-        """Close the view; if the run is not over, print where to resume from."""
+        """Close the view; if the run is not over, and its folder where it was, print where to resume from."""
         self._tell_skipped()
-        if self._total_steps and not self._over:
+        if self._total_steps and not self._over and (self._run_dir / "train.log").exists():
             if self._checkpoint_step is not None and not self._checkpoint.is_dir():  # its save failed, or is under way
                 saved = checkpoint_steps(RunDirectory(self._run_dir).checkpoints)
                 self._checkpoint_step = max((step for step in saved if step < self._checkpoint_step), default=None)
