@@ -176,6 +176,9 @@ class RunDirectory:
             self._check_writable(folder)
 
     def _check_writable(self, folder: Path | None) -> None:
+        if folder is not None and folder.is_symlink() and not folder.exists():
+            linked = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
+            raise InputError(f"--run-dir {self.path}: {linked}; make that folder, or choose another")
         if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise InputError(f"--run-dir {self.path}: {folder} is not a writable folder; fix that, or choose another")
 

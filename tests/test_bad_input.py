@@ -266,6 +266,7 @@ COMMAND_LINES = [
     Row("run directory beside checkpoints", nothing, TRAIN + " --run-dir run/checkpoints --resume latest", "--run-dir run/checkpoints: lies in checkpoints/ of the run", "/run --resume latest, or choose"),
     Row("run directory among results", nothing, TRAIN + " --run-dir run/evals/2", "--run-dir run/evals/2: lies in evals/ of the run", "/run --resume latest, or choose"),
     Row("run directory linked to checkpoints", link("lnk", "run/checkpoints"), TRAIN + " --run-dir lnk/9", "--run-dir lnk/9: lies in checkpoints/ of the run", "or choose a folder of its own"),
+    Row("run directory linked to nothing", link("lnk", "../away"), TRAIN + " --run-dir lnk/9", "lnk is a link to ../away, which does not exist", "make that folder, or choose another"),
     Row("run directory with another config", write("other/config.yaml", "name: other\n"), TRAIN + " --run-dir other", "--run-dir other: holds no run, but config.yaml, which a run here would replace", "choose another folder"),
     Row("run directory with a record of others", write("other/metrics.jsonl", "1\n"), TRAIN + " --run-dir other", "--run-dir other: holds no run, but metrics.jsonl,", "or move what is there away"),
     Row("run directory among a set's files", nothing, TRAIN + " --run-dir extra/new", "--run-dir extra/new: lies in extra, whose files are the text of extra", "choose another folder, or leave it out with a glob"),
