@@ -1,6 +1,7 @@
 """The plan: the table, its numbers, its warnings; nothing is prepared by it."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -397,6 +398,26 @@ def test_an_eval_set_among_the_files_of_a_source_is_told_by_the_paths_alone(tmp_
     assert told(glob="*.txt")[1] == told(path=str(tmp_path / "val.jsonl"))[1] == []
     corpus = load_corpus(config, tmp_path / "store")
     assert corpus.details["web"]["dropped_documents"] == {"primary": 2} and told()[1] == []
+
+
+def test_a_source_with_many_eval_sets_within_is_not_listed_for_each(tmp_path, monkeypatch):
+    for i in range(5):
+        (tmp_path / f"web/{i}").mkdir(parents=True)
+        (tmp_path / f"web/{i}/a.txt").write_text(f"document {i} " * 9)
+    walk, listed = os.walk, []
+    monkeypatch.setattr(os, "walk", lambda top, **how: listed.append(top) or walk(top, **how))
+
+    def times_listed(num_sets):
+        sources = {"web": {"path": str(tmp_path / "web")}, "law": {"path": str(tmp_path / "law.jsonl")}}
+        sets = {f"set{i}": {"path": str(tmp_path / f"web/{i}")} for i in range(1, num_sets)}
+        primary = {"path": str(tmp_path / "web/0")}
+        config = config_of(tmp_path, sources=sources, evalsets={"primary": primary, "sets": sets})
+        listed.clear()
+        planned = plan(config, store_dir=tmp_path / "store")
+        assert sum("files of eval set" in line for line in planned.warnings) == num_sets
+        return listed.count(str(tmp_path / "web"))
+
+    assert times_listed(5) == times_listed(1) > 0
 
 
 def test_too_much_overlap_is_an_error(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -361,12 +362,16 @@ def _text_warnings(config: Config, stores: Stores, tokenizer: Tokenizer | None) 
 
 def _shared_files(config: Config, stores: Stores) -> Iterator[str]:
     """A warning for each eval set with files of a source, unless both are prepared, so that documents are counted."""
+    root, files = cache(_root), cache(_real_files)  # asked for in each pair
     for evalset, own in own_sources(config).items():
         for name, source in config.sources.items():
-            if (evalset in stores.evalsets and name in stores.sources) or not _may_share(own, source):
+            if evalset in stores.evalsets and name in stores.sources:
                 continue
-            measured = _real_files(own)
-            if shared := measured & _real_files(source):
+            one, other = root(own), root(source)
+            if one is None or other is None or not (one.startswith(other) or other.startswith(one)):
+                continue
+            measured = files(own)
+            if shared := measured & files(source):
                 yield (
                     f"source {name} has {len(shared):,} of the {len(measured):,} files of eval set {evalset} too, such "
                     f"as {min(shared)}: their documents will be dropped from training, and refused if they are more "
@@ -374,12 +379,11 @@ def _shared_files(config: Config, stores: Stores) -> Iterator[str]:
                 )
 
 
-def _may_share(one: SourceConfig, other: SourceConfig) -> bool:
-    """Whether one of two sources of text lies in the other's folder."""
-    if any(text.path is None or text.is_missing or is_prepared(text) for text in (one, other)):
-        return False
-    roots = [os.path.join(os.path.realpath(text.local_path), "") for text in (one, other)]
-    return os.path.commonprefix(roots) in roots
+def _root(source: SourceConfig) -> str | None:
+    """The real path of a source, with a separator at its end; None if that holds no text."""
+    if source.path is None or source.is_missing or is_prepared(source):
+        return None
+    return os.path.join(os.path.realpath(source.local_path), "")
 
 
 def _real_files(source: SourceConfig) -> set[str]:
