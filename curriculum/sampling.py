@@ -51,8 +51,8 @@ class Sampling:
         expect("top_p", Real, lambda p: 0 < p <= 1, "more than 0 and at most 1 (all tokens)")
         expect("min_p", Real, lambda p: 0 <= p <= 1, "0 (all tokens) to 1")
         expect("seed", Integral, lambda n: 0 <= n <= LARGEST_SEED, f"0 to {LARGEST_SEED}")
-        if isinstance(self.stop, str):
-            problems.append(("stop", f"got the text {self.stop!r}, expected a tuple of texts"))
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) for text in self.stop):
+            problems.append(("stop", f"got {self.stop!r}, expected a tuple of texts"))
         elif "" in self.stop:
             problems.append(("stop", "got an empty text, expected at least one character"))
         elif broken := [text for text in self.stop if any("\ud800" <= c <= "\udfff" for c in text)]:

@@ -382,7 +382,8 @@ def test_everything_wrong_with_the_settings_and_the_prompts_is_told_at_once(smal
         "stop: got an empty text, expected at least one character",
         "prompt 2: got 65 tokens, the one that opens a document included, expected at most the model's max_seq_len 64",
     )
-    assert Sampling(stop="END").problems() == [("stop", "got the text 'END', expected a tuple of texts")]
+    for stop in ("END", b"END", ("x", b"END"), None, 3):
+        assert Sampling(stop=stop).problems() == [("stop", f"got {stop!r}, expected a tuple of texts")]
     of_latin_1 = os.fsdecode(b"caf\xe9")  # as an argument arrives that is not UTF-8
     assert Sampling(stop=("x", of_latin_1)).problems() == [
         ("stop", "got 'caf\\udce9', expected text that UTF-8 can encode")
