@@ -83,9 +83,10 @@ def check_folder(name: str, given: Any) -> None:
 
     An empty text would be the working folder.
     """
-    if isinstance(given, str | os.PathLike) and os.fspath(given) and Path(given).parts[:1] != ("~",):
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
+    if path and path.split(os.sep)[0] != "~":
         return
-    fix = f"; write it out, as os.path.expanduser({str(given)!r}) does" if str(given).startswith("~") else ""
+    fix = f"; write it out, as os.path.expanduser({path!r}) does" if path else ""
     raise InputError(f"{name}: got {shown(given)}, expected the path of a folder{fix}")
 
 

@@ -25,6 +25,8 @@ from tiny_run import tiny_data, write_corpus
 from curriculum.branch import branch
 from curriculum.cli.plan import table
 from curriculum.config import build_config, load_config
+from curriculum.data.corpus import load_corpus, load_evalsets
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export, load_exported
@@ -37,6 +39,7 @@ from curriculum.run import load_run, run_directory
 from curriculum.sampling import Sampling
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import load_params
+from curriculum.train.device import cache_compiled
 from curriculum.train.divergence import Diverged
 from curriculum.train.dry_run import dry_run
 from curriculum.train.setup import build
@@ -480,6 +483,12 @@ def test_an_argument_of_another_type_is_taken_or_told(tmp_path, monkeypatch):
         ),
         (lambda: branch("run", 2, ""), 'run_dir: got "", expected the path of a folder'),
         (lambda: train(config, "run", store_dir=None), "store_dir: got null, expected the path of a folder"),
+        (lambda: load_corpus(config, ""), 'store_dir: got "", expected the path of a folder'),
+        (
+            lambda: load_evalsets(config, "", byte_tokenizer(), ["primary"]),
+            'store_dir: got "", expected the path of a folder',
+        ),
+        (lambda: cache_compiled(""), 'store_dir: got "", expected the path of a folder'),
         (lambda: train(config, "run", resume=False), f"--resume False: {step}"),
         (lambda: train(config, "run", resume=True), f"--resume True: {step}"),
         (lambda: train(config, "run", resume=2.0), f"--resume 2.0: {step}"),

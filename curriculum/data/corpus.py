@@ -36,7 +36,7 @@ from curriculum.data.split import LARGEST_OVERLAP, Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.chat_template import own_template
 from curriculum.data.tokenizers.tokenizer import Tokenizer
-from curriculum.errors import FROM_WORKING_FOLDER
+from curriculum.errors import FROM_WORKING_FOLDER, check_folder
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens
@@ -85,6 +85,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
 
     Raises InputError. A model vocabulary that does not fit the tokenizer is reported before any source is prepared.
     """
+    check_folder("store_dir", store_dir)
     if tokenizer is None:
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     if config.model is not None:
@@ -128,6 +129,7 @@ def load_evalsets(
 
     Raises InputError naming the set if its text is missing.
     """
+    check_folder("store_dir", store_dir)
     problems, sources, evalsets = [], {}, {}
     wanted = {name: config.eval_sources[name] for name in names}
     for name, evalset in wanted.items():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from curriculum.errors import InputError, check_read_as_utf8
+from curriculum.errors import InputError, check_folder, check_read_as_utf8
 
 # (part of the card's name, flag of XLA); docs/gpu.md says what each is for, who recommends it, and what was measured.
 # jaxlib ends the process at a flag that it does not know: a test asks the installed one.
@@ -123,6 +123,7 @@ def cache_compiled(store_dir: str | Path) -> None:
     """
     import jax
 
+    check_folder("store_dir", store_dir)
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = cache_folder(store_dir)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizers.tokenizer import Tokenizer
-from curriculum.errors import InputError, check_folder, shown
+from curriculum.errors import InputError, shown
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import ModelConfig
@@ -136,7 +136,6 @@ def build(
     schedule that the config does not decide. `branched_from`: what a branch remembers of its trunk. `trained`: the
     step that the run goes on from. Raises InputError, also if the processes of the run do not agree.
     """
-    check_folder("store_dir", store_dir)
     config = _with_model(config, make_model, continues=bool(trained))
     start = start or Start()
     check_settings()
