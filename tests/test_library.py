@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -530,6 +531,17 @@ def _mesh(kind):
     return jax.make_mesh((1,), ("x",), axis_types=(kind,))
 
 
+@contextmanager
+def _in_all_threads(name, value):
+    """As a variable of the environment sets it; jax's own context managers hold in one thread."""
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 @pytest.mark.parametrize(
     "forbidding",
     [
@@ -538,8 +550,11 @@ def _mesh(kind):
         lambda: jax.transfer_guard("disallow"),
         lambda: jax.numpy_dtype_promotion("strict"),
         lambda: jax.numpy_rank_promotion("raise"),
+        lambda: _in_all_threads("jax_transfer_guard", "disallow"),
+        lambda: _in_all_threads("jax_transfer_guard", "disallow_explicit"),
+        lambda: _in_all_threads("jax_numpy_rank_promotion", "raise"),
     ],
-    ids=["explicit mesh", "auto mesh", "transfers", "dtypes", "ranks"],
+    ids=["explicit mesh", "auto mesh", "transfers", "dtypes", "ranks", "everywhere", "explicit ones too", "all ranks"],
 )
 def test_what_the_caller_asks_of_jax_for_code_of_his_own_reaches_no_run(forbidding, tmp_path):
     store, data = tmp_path / "store", tiny_data(write_corpus(tmp_path))

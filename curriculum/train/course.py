@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
 from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_of
+from curriculum.train.device import own_settings
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
@@ -64,6 +65,7 @@ class Course:
         self.judged_from = judged_from(schedule)
         self.feed = Feed(self.plan, self._batch)
 
+    @own_settings()  # the feed has a thread of its own
     def _batch(self, step: int, draws: Draws) -> Batch:
         """The batch of update `step`; each process makes only the rows that its devices take."""
         shape = self.shape_at(step)

@@ -95,7 +95,7 @@ def own_settings() -> Iterator[None]:
     """Context in which the caller's mesh, and what he forbids his own code, do not reach what is computed here.
 
     Arrays of a run lie on the run's mesh, and jax would refuse them beside another one. Its transfers and promotions of
-    ranks and types are meant.
+    ranks and types are meant. It holds in its own thread: in others is what he forbids in the whole process.
     """
     import jax
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from curriculum.train.device import own_settings
 from phases.batches import num_micro_steps
 from phases.schedule import Segment
 
@@ -25,7 +26,6 @@ SETTINGS = (
     "jax_debug_nans",
     "jax_debug_infs",
 )
-_FORBIDDING = "jax_numpy_rank_promotion"  # no bit hangs on it, but it may end a compilation
 
 
 class StepShape(NamedTuple):
@@ -115,6 +115,7 @@ class Programs:
         self.seconds[shape] = time.perf_counter() - started
         return program
 
+    @own_settings()
     def _make_ahead(self, shape: Hashable) -> Any:
         program = self._make(shape)
         self._warm(shape, program)
@@ -125,12 +126,12 @@ def _nothing(*_: Any) -> None: ...
 
 
 def _settings() -> list[Any]:
-    return [getattr(jax.config, name) for name in (*SETTINGS, _FORBIDDING)]
+    return [getattr(jax.config, name) for name in SETTINGS]
 
 
 def _settings_of_new_threads() -> list[Any]:
     with ThreadPoolExecutor(1) as other:
-        return other.submit(_settings).result()
+        return other.submit(own_settings()(_settings)).result()
 
 
 def needed_bytes(compiled: Any) -> int:

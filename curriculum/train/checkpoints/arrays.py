@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from curriculum.errors import InputError, check_read_as_utf8
 from curriculum.find_checkpoint import check_there
 from curriculum.model.model import by_name
+from curriculum.train.device import own_settings
 
 # Runs the saves of a process one after the other: orbax tells their operations apart by one counter for all of them.
 in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -35,6 +36,7 @@ def save_params(folder: Path, params: Any) -> None:
     """
     import orbax.checkpoint as ocp
 
+    @own_settings()
     def save() -> None:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder, params)
