@@ -247,11 +247,11 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store,
         # Before the first update it is that of the base still, so that its loss there is what training may lose.
         data |= {"phases": [{"name": "only", "until": "end", "mixture": {"web": 1}, "rope_theta": 7.0}]}
         setup = build(config := build_config(data), store, start=trainer.start_of(config))
-        setup.close()
         assert setup.model.architecture["rope_theta"] == theta
         evals = {e["step"]: e["val_loss"] for e in load_run(run_dir).events if e["event"] == "eval"}
         measured = setup.suite_at(0).run(setup.states.first().params)["primary"]
         assert summarise(measured).loss == pytest.approx(evals[step], abs=1e-6)
+        setup.close()
 
 
 @pytest.mark.slow
@@ -505,6 +505,15 @@ def test_the_command_ends_while_something_is_compiled(ends, code, told):
     command = [sys.executable, "-c", ENDS.format(ends=ends)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (code, "saved\n") and told in done.stderr
+
+
+def test_what_is_asked_of_closed_programs_is_no_program():
+    programs = Programs(lambda shape: shape)
+    assert programs[1] == 1
+    programs.close()
+    with pytest.raises(TypeError) as refused:
+        programs[2]
+    assert refused.value.__notes__ == ["while the update of 2 was compiled"]
 
 
 def test_the_callers_context_of_jax_holds_for_what_is_compiled_ahead():

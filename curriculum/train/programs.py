@@ -99,11 +99,13 @@ class Programs:
         """Start no more compilations. The one under way is not waited for here, but by the interpreter at its exit.
 
         The compiler cannot be interrupted, and a process that is torn down during a compilation crashes. To avoid that
-        wait, the `curriculum` command exits without the interpreter's shutdown.
+        wait, the `curriculum` command exits without the interpreter's shutdown. A program that is not ready cannot be
+        asked for any more.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._ahead.clear()
         # As a rule methods of what has these programs: all of it would stay until a garbage collection.
-        self._compile = self._warm = _nothing
+        self._compile = self._warm = None
 
     def _make(self, shape: Hashable) -> Any:
         started = time.perf_counter()
@@ -120,9 +122,6 @@ class Programs:
         program = self._make(shape)
         self._warm(shape, program)
         return program
-
-
-def _nothing(*_: Any) -> None: ...
 
 
 def _settings() -> list[Any]:
