@@ -64,16 +64,8 @@ class Loaded:
         from curriculum.train.device import own_settings
 
         pieces = self.generator.stream(self.params, self.prompts(texts, chat), sampling)
-
-        def drawn() -> Iterator[NewText]:
-            while True:
-                with own_settings():  # not beyond a piece: what the caller does meanwhile is his own
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
-
-        return drawn()
+        # Piece by piece: what the caller does meanwhile is his own.
+        return iter(own_settings()(lambda: next(pieces, None)), None)
 
 
 def generate(
