@@ -760,7 +760,8 @@ def test_a_gguf_of_bytes_says_how_ids_are_made(run, tmp_path, capsys):
     told = "transformers reads no tokenizer without merges from a GGUF file; llama.cpp does"
     assert capsys.readouterr().err.splitlines() == [f"gguf: {told}"]
     card = (tmp_path / "out/README.md").read_text()
-    assert f"\n- {told}\n" in card and "AutoTokenizer" not in card and "tokenizer.bos_token_id" not in card
+    assert f"\nAbout the tokenizer in `model.gguf`:\n\n- {told}\n" in card  # whose ids are those of training
+    assert "AutoTokenizer" not in card and "tokenizer.bos_token_id" not in card
     assert "ids = torch.tensor([[256, *'Once upon a time'.encode()]])" in card
 
 

@@ -170,7 +170,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
 
 def _otherwise(exported: Exported) -> list[str]:
     told = [f"- {one_line(line)}" for line in exported.reads_otherwise]
-    return ["The ids of a text are not always those of training:", "\n".join(told)] if told else []
+    return ["About the tokenizer in `model.gguf`:", "\n".join(told)] if told else []
 
 
 def _python(loader: str, where: str, fields: str, exported: Exported) -> str:
