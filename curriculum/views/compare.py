@@ -59,19 +59,16 @@ def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") 
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
     """
     check_several("run_dirs", run_dirs)
-    unreadable: dict[Path, InputError] = {}
-
-    def check(run: Run) -> object:
-        if error := unreadable.get(run.directory.path):
-            raise error
-        return run.events and run.start  # an empty record is that of a run without an eval
-
+    # An empty record is that of a run without an eval.
+    runs, damaged = load_runs(run_dirs, lambda run: run.events and run.start)
     while True:
-        runs, damaged = load_runs(run_dirs, check)
         try:
             return replace(compare_runs(runs, at=at), damaged=damaged)
         except _UnreadableWindows as error:  # which evals count depends on all runs: again, without this one
-            unreadable[error.path] = error
+            if error.path in map(Path, run_dirs):
+                raise
+            damaged[str(error.path)] = error.problems[0]
+            runs = [run for run in runs if run.directory.path != error.path]
         except InputError as error:
             raise InputError(*error.problems, details=[*error.details, *left_out(damaged)]) from None
 
