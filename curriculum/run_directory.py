@@ -258,7 +258,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     import numpy as np  # slow to import, and most views do without
 
     try:
-        with np.load(path) as arrays:
+        with open(path, "rb") as file, np.load(file) as arrays:  # of a damaged file numpy does not close its own
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: an .npy
         raise InputError(f"{path}: cannot be read: {error}; expected the arrays that this program wrote") from None
