@@ -382,6 +382,9 @@ def test_everything_wrong_with_the_settings_and_the_prompts_is_told_at_once(smal
         "stop: got an empty text, expected at least one character",
         "prompt 2: got 65 tokens, the one that opens a document included, expected at most the model's max_seq_len 64",
     )
+    for text in (b"a", 3, None):
+        with pytest.raises(InputError, match=f"^got {text!r}, expected text$"):
+            drawer.prompt(text)
     for stop in ("END", b"END", ("x", b"END"), None, 3):
         assert Sampling(stop=stop).problems() == [("stop", f"got {stop!r}, expected a tuple of texts")]
     of_latin_1 = os.fsdecode(b"caf\xe9")  # as an argument arrives that is not UTF-8

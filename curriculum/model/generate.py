@@ -78,8 +78,10 @@ class Generator:
 
         Its continuation ends where texts of the model do, and at the special token with which `template` closes an
         answer.
-        Raises InputError if the tokenizer cannot represent the text.
+        Raises InputError if the tokenizer cannot represent the text, or it is none.
         """
+        if not isinstance(text, str):
+            raise InputError(f"got {text!r}, expected text")
         try:
             text.encode()
         except UnicodeEncodeError as error:
