@@ -280,7 +280,7 @@ def _edit_in_force(fork: _Fork, config: Config, last: int, passed_over: bool) ->
 
 def _step_of(trunk: Run, at: int | str) -> int:
     """`at` as an int. Raises InputError unless it is a step that the trunk has reached."""
-    if isinstance(at, bool) or not (isinstance(at, int) or is_step(at)) or int(at) < 0:
+    if not is_step(at):
         raise InputError(f"--at {at}: expected a step of {trunk.directory.path}")
     last = max((line["step"] for line in [*trunk.events[-1:], *trunk.metrics[-1:]]), default=0)
     if int(at) > last:

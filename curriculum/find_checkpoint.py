@@ -41,8 +41,7 @@ def find_checkpoint(
     damaged.
     """
     given = "" if wanted is None else f"{option} {wanted}: "
-    number = isinstance(wanted, Integral) and not isinstance(wanted, bool)
-    if wanted not in (None, "latest", "gold") and not (is_step(wanted) if isinstance(wanted, str) else number):
+    if wanted not in (None, "latest", "gold") and not is_step(wanted):
         raise InputError(f"{given}expected 'latest', 'gold' or the step of a checkpoint")
     # Before the folders are listed: a gold's line comes before its checkpoint has its name.
     has_record = (directory.path / EVENTS).exists()
@@ -122,9 +121,11 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
     return json.loads(there[phase].read_text())["end"], folder / phase / "params"
 
 
-def is_step(text: str) -> bool:
-    """Whether a text is a number that a step can be."""
-    return text.isascii() and text.isdecimal() and len(text) < 20
+def is_step(given: object) -> bool:
+    """Whether something is a number that a step can be, or its text; `int` makes it one."""
+    if isinstance(given, str):
+        return given.isascii() and given.isdecimal() and len(given) < 20
+    return isinstance(given, Integral) and not isinstance(given, bool) and given >= 0
 
 
 def undamaged(checkpoint: Path, given: str = "", part: str | tuple[str, ...] = "") -> Path:

@@ -302,6 +302,8 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(re
         ("25", [], "--at 25: .*trunk has only reached step 24; give a step up to 24"),
         ("-1", [], "--at -1: expected a step of"),
         ("half", [], "--at half: expected a step of"),
+        (12.0, [], "--at 12.0: expected a step of"),
+        (np.int64(25), [], "--at 25: .*trunk has only reached step 24; give a step up to 24"),
         ("9" * 5000, [], "--at 9+: expected a step of"),  # Python refuses to read as many digits
         ("1", [], "--at 1: .*trunk has no checkpoint at or before it; available: 2, 4, 6, 8, 10, 12$"),
         ("12", ["seed=7"], "seed: got 7, but steps 0 to 12 were trained with 1337"),

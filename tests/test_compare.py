@@ -901,8 +901,10 @@ def test_what_cannot_be_compared_is_said(tmp_path, pair):
     first, second = pair
     with pytest.raises(InputError, match="got 1 run, expected two or more"):
         compare([first])
-    with pytest.raises(InputError, match="--at epochs: expected tokens, step, gold, or the number of a step"):
-        compare(pair, at="epochs")
+    for at in ("epochs", True, 40.0, -40, None):
+        with pytest.raises(InputError, match=f"--at {at}: expected tokens, step, gold, or the number of a step"):
+            compare(pair, at=at)
+    assert compare(pair, at=np.int64(40)).common == compare(pair, at="40").common == 40
     with pytest.raises(InputError, match="nowhere: holds no run"):
         compare([first, tmp_path / "nowhere"])
     with pytest.raises(InputError, match="unmeasured: no eval yet, expected two runs or more that have one"):

@@ -491,6 +491,7 @@ def test_an_argument_of_another_type_is_taken_or_told(tmp_path, monkeypatch):
         ),
         (lambda: cache_compiled(""), 'store_dir: got "", expected the path of a folder'),
         (lambda: train(config, "run", resume=False), f"--resume False: {step}"),
+        (lambda: train(config, "run", resume=-1), f"--resume -1: {step}"),
         (lambda: train(config, "run", resume=True), f"--resume True: {step}"),
         (lambda: train(config, "run", resume=2.0), f"--resume 2.0: {step}"),
         (lambda: train(config, "run", resume=Path("run/checkpoints/2")), f"--resume run/checkpoints/2: {step}"),

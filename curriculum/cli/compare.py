@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from curriculum.cli.options import print_json, print_lines
-from curriculum.find_checkpoint import is_step
 
 
 @click.command()
@@ -29,7 +28,7 @@ def command(runs, at, as_json):
     from curriculum.views.compare import compare
     from curriculum.views.compare_text import table
 
-    comparison = compare(runs, at=int(at) if is_step(at) else at)
+    comparison = compare(runs, at=at)
     if as_json:
         print_json(comparison.to_json())
     else:

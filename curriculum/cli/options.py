@@ -28,7 +28,7 @@ class _Folder(click.Path):
 
 def step_text(run: str | os.PathLike, step: int, asked: str | None, weights: str) -> str:
     """`step 300 (gold)`: the step of a checkpoint of a run; if it was not asked for by its number, what it is."""
-    if (asked is not None and is_step(asked)) or weights.startswith("mean:"):
+    if is_step(asked) or weights.startswith("mean:"):
         return f"step {step:,}"
     record = Path(run) / EVENTS  # a run without one has no gold to take, but parameters
     gold = last_gold(read_events(Path(run))) if asked != "latest" and record.exists() else None

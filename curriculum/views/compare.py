@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from curriculum.errors import InputError, check_several
+from curriculum.find_checkpoint import is_step
 from curriculum.record.events import config_name
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
@@ -77,9 +78,9 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
     """`compare` for runs that are loaded already. The same run may be given twice."""
     if len(runs) < 2:
         raise InputError(f"got {len(runs)} run, expected two or more to compare")
-    if not isinstance(at, int) and at not in ("tokens", "step", "gold"):
+    if at not in ("tokens", "step", "gold") and not is_step(at):
         raise InputError(f"--at {at}: expected tokens, step, gold, or the number of a step")
-    asked, at = (at, "step") if isinstance(at, int) else (None, at)
+    asked, at = (int(at), "step") if is_step(at) else (None, at)
     sides, unmeasured = _sides(runs)
     sharing = _sharing(sides)
     begun = tuple(
