@@ -554,6 +554,14 @@ def test_a_run_is_read_without_its_data(corpus, store, tmp_path):
     assert run.complete["total_steps"] == 4 and run.config.train.steps == 4 and len(run.evals("law")) == 2
 
 
+def test_what_is_closed_may_be_closed_again(corpus, store):
+    """As where a second Ctrl-C comes between two feeds, when a schedule changes."""
+    setup = build(build_config(config_data(corpus)), store)
+    setup.course.feed[0]
+    setup.close()
+    setup.close()
+
+
 def test_the_start_warns_of_what_the_plan_warns_of(corpus, store):
     setup = build(build_config(config_data(corpus)), store)
     setup.close()

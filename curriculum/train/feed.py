@@ -38,7 +38,7 @@ class Feed:
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
-        del self._make  # as a rule a method of what has this feed: both would stay until a garbage collection
+        self._make = None  # as a rule a method of what has this feed: both would stay until a garbage collection
 
     def _made(self, step: int) -> Batch:
         # From the requested step on: earlier steps may have read sources that are gone.
