@@ -484,6 +484,7 @@ def test_an_argument_of_another_type_is_taken_or_told(tmp_path, monkeypatch):
         ),
         (lambda: branch("run", 2, ""), 'run_dir: got "", expected the path of a folder'),
         (lambda: train(config, "run", store_dir=None), "store_dir: got null, expected the path of a folder"),
+        (lambda: plan(config, store_dir=""), 'store_dir: got "", expected the path of a folder'),
         (lambda: load_corpus(config, ""), 'store_dir: got "", expected the path of a folder'),
         (
             lambda: load_evalsets(config, "", byte_tokenizer(), ["primary"]),

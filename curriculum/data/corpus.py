@@ -223,6 +223,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
 
     `tokenizer` replaces the config's. Raises InputError as `load_corpus` does, as far as is known.
     """
+    check_folder("store_dir", store_dir)
     tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     stores = Stores({}, {}, {}, {})
     if tokenizer is not None:
