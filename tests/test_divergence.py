@@ -335,19 +335,19 @@ def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_pat
         "  rollbacks    2 of 2: to step ",
         f"  last good    step {good} of ",
         "  what to try  a lower optim.lr (or the phase's lr.peak)",
-        f"curriculum branch '{run}' --at {good} --run-dir NEW --set ",
+        f"curriculum branch '{run}' --at {good} --run-dir NEW --store-dir {place / 'store'} --set ",
     ):
         assert words in told
     assert f"diverged at step {last['step']}: " in done.stdout and "rollback 2 of 2 at step" in done.stdout
     assert "Traceback" not in told
 
     # The command that is printed does what the advice says: a rate that is lower at once.
-    (advice,) = [line for line in told.splitlines() if "from the last good step on: curriculum branch" in line]
+    (advice,) = [line for line in told.splitlines() if "from the last good step on: " in line]
     words = shlex.split(advice.partition("curriculum ")[2])
     words[words.index("NEW")] = str(tmp_path / "lower")
     at = words.index("KEY=VALUE")
     words[at : at + 1] = ["optim.lr=1e-4", "--set", "phases[1].lr=null", "--set", f"train.steps={SWITCH + 2}"]
-    branched = CliRunner().invoke(cli, [*words, "--store-dir", str(place / "store")])
+    branched = CliRunner().invoke(cli, words)
     assert branched.exit_code == 0, branched.output
     assert load_run(tmp_path / "lower").metrics[-1]["lr"] == 1e-4
 
@@ -424,9 +424,10 @@ def test_the_newest_checkpoint_from_before_the_bad_updates_stays(place, tmp_path
     assert steps[0] == good < first + 30 < steps[1] and len(steps) == 4
     summary = str(told.value)
     assert re.search(r"loss         [\d.]+ ± \S+ over 5 metrics rows before; then ", summary)
-    assert f"--at {good} --run-dir NEW" in summary and "resume from" not in capsys.readouterr().out
+    way = f"--at {good} --run-dir NEW --store-dir {place / 'store'} --set KEY=VALUE"
+    assert way in summary and "resume from" not in capsys.readouterr().out
     facts = inspect_run(load_run(tmp_path / "run"))
-    assert facts["commands"]["go on"].endswith(f"--at {good} --run-dir NEW --set KEY=VALUE")
+    assert facts["commands"]["go on"].endswith(way)
     assert "diverged, in phase second" in inspection_text.text(facts)[1]
     # While a run has no row of bad updates it keeps no more than it is told to.
     trained(place, tmp_path / "sound", config_data(place, train__steps=SWITCH + 8, checkpoint={"every": 20, "keep": 1}))

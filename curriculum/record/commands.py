@@ -40,9 +40,18 @@ def resume_command(
         given = f", with {' and '.join(more)}" if more else ""
         return f"train({config}, {run}, resume={resume}{stores}{model}) from Python{given}"
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
-    stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
     more = "" if raised is None else f" --set {raised}=MORE"
-    return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}{more}"
+    return f"{program('curriculum')} train {own} --run-dir {where}{_stores(store_dir)} --resume {step}{more}"
+
+
+def branch_command(run_dir: Path, store_dir: str | Path, at: int) -> str:
+    """The command that branches off from a run at a step, with another config."""
+    trunk = shlex.quote(str(run_dir))
+    return f"{program('curriculum')} branch {trunk} --at {at} --run-dir NEW{_stores(store_dir)} --set KEY=VALUE"
+
+
+def _stores(store_dir: str | Path) -> str:
+    return "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
 
 
 def program(name: str) -> str:

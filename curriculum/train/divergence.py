@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 
 from curriculum.errors import InputError
+from curriculum.record.commands import branch_command
 from curriculum.record.events import Record, number, read_events, read_metrics, unstamped
 from curriculum.record.queries import acts_of
 from curriculum.record.wording import counted
@@ -198,7 +198,7 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
         data += ", and let the run pass over such data (train.rollback)"
     lines.append(f"               {data}")
     if good:
-        command = f"curriculum branch {shlex.quote(str(path))} --at {good} --run-dir NEW --set KEY=VALUE"
+        command = branch_command(path, run.setup.store_dir, good)
         lines.append(f"               from the last good step on: {command} --set optim.allow_jump=true")
         lines.append("               (allow_jump: lets the learning rate fall to less than half at once)")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from typing import Any
 from curriculum.disk.lock import trained_by
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
-from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, resume_command
+from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, branch_command, program, resume_command
 from curriculum.record.events import TAKEN_UP, check_ends, config_name, last_gold, last_row
 from curriculum.record.queries import (
     consumption,
@@ -32,7 +32,7 @@ from curriculum.record.queries import (
     warned_sets,
 )
 from curriculum.record.sentences import new_offenders, skipped_counts, skipped_line, verdict
-from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
+from curriculum.run import Run, load_run
 from curriculum.run_directory import step_folders
 
 
@@ -248,7 +248,7 @@ def _commands(
     own_model = run.resolved["model"] is None
     commands = {}
     if run.diverged and (good := run.diverged["last_good_step"]):
-        commands["go on"] = f"{me} branch {typed_path} --at {good} --run-dir NEW --set KEY=VALUE"
+        commands["go on"] = branch_command(path, run.store_dir, good)
     elif run.directory.own_config.exists() and not run.diverged:
         own = {"own_model": own_model, "own_optimizer": run.own_optimizer}
         go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, **own)
@@ -278,11 +278,7 @@ def way_back(run: Run, alarm: Mapping[str, Any]) -> str | None:
     steps = [step for place in run.directory.places for step in checkpoint_steps(place)]
     earlier = [[step for step in steps if step <= newest] for newest in sorted(before.values())]
     at = max(next(filter(None, earlier), ()), default=None)
-    if at is None:
-        return None
-    stores = "" if run.store_dir == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(run.store_dir)}"
-    trunk = shlex.quote(str(run.directory.path))
-    return f"{program('curriculum')} branch {trunk} --at {at} --run-dir NEW{stores} --set KEY=VALUE"
+    return None if at is None else branch_command(run.directory.path, run.store_dir, at)
 
 
 def _few_skips(row: Mapping[str, Any]) -> bool:
