@@ -1,7 +1,7 @@
 """The `curriculum` command.
 
-Exit codes: 0 done, or stopped by `regression.action: stop`; 1 another process of the run is gone; 2 wrong input or out
-of memory; 3 training diverged; 130 and 143 stopped by a signal.
+Exit codes: 0 done, or stopped by `regression.action: stop`; 1 another process of the run is gone; 2 wrong input, too
+little memory or disk, or the run is another's; 3 training diverged; 130 and 143 stopped by a signal.
 """
 
 from __future__ import annotations
