@@ -99,11 +99,11 @@ class Programs:
         """Start no more compilations. The one under way is not waited for here, but by the interpreter at its exit.
 
         The compiler cannot be interrupted, and a process that is torn down during a compilation crashes. To avoid that
-        wait, the `curriculum` command exits without the interpreter's shutdown. A program that is not ready cannot be
-        asked for any more.
+        wait, the `curriculum` command exits without the interpreter's shutdown. A program that is neither ready nor
+        under way cannot be asked for any more.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
-        self._ahead.clear()
+        self._ahead = {shape: future for shape, future in self._ahead.items() if not future.cancelled()}
         # As a rule methods of what has these programs: all of it would stay until a garbage collection.
         self._compile = self._warm = None
 
@@ -120,7 +120,8 @@ class Programs:
     @own_settings()
     def _make_ahead(self, shape: Hashable) -> Any:
         program = self._make(shape)
-        self._warm(shape, program)
+        if warm := self._warm:  # not closed meanwhile
+            warm(shape, program)
         return program
 
 
