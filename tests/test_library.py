@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import tiny_data, write_corpus
+from tiny_run import assert_same_run, tiny_data, write_corpus
 
 from curriculum.branch import branch
 from curriculum.cli.plan import table
@@ -662,6 +662,31 @@ def test_a_view_of_the_callers_gets_the_record_as_it_is_written(tmp_path):
     assert [row["step"] for row in again.rows] == [9, 10, 11, 12] and again.closed == 1
     branch(tmp_path / "run", 10, tmp_path / "branch", store_dir=store, views=[of_branch])
     assert [row["step"] for row in of_branch.rows] == [11, 12] and of_branch.closed == 1
+
+
+class Taking:
+    """A view that takes what it is given apart, as with `tracker.log(row, step=row.pop("step"))`."""
+
+    def event(self, event):
+        for value in event.values():
+            if isinstance(value, dict | list):
+                value.clear()
+        event.clear()
+
+    def row(self, row):
+        row.clear()
+
+    def close(self):
+        pass
+
+
+def test_what_a_view_does_to_a_line_reaches_neither_the_run_nor_other_views(tmp_path):
+    config, store, seen = build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store", Seen()
+    complete = train(config, tmp_path / "run", store_dir=store, views=[Taking(), seen])
+    run = load_run(tmp_path / "run")
+    assert (seen.events, seen.rows, complete) == (run.events, run.metrics, run.complete)
+    train(config, tmp_path / "other", store_dir=store)
+    assert_same_run(tmp_path / "run", tmp_path / "other")
 
 
 def test_what_a_view_raises_ends_the_run_which_goes_on_from_its_newest_checkpoint(tmp_path):

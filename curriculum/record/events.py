@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
 class View(Protocol):
-    """Shows the record as it grows. `event` and `row` get exactly what the line in the file has.
+    """Shows the record as it grows. `event` and `row` get a copy, the view's own, of what the line in the file has.
 
     After a rollback lines of steps that were trained before come again. What a view raises ends the run.
     """
@@ -105,14 +106,14 @@ class Record:
             },
         )
         for view in self._views:
-            view.event(event)
+            view.event(deepcopy(event))
         return event
 
     def row(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Append one metrics row, which has its own `step`, and return it as written."""
         row = self._append(METRICS, fields)
         for view in self._views:
-            view.row(row)
+            view.row(deepcopy(row))
         return row
 
     def offsets(self) -> dict[str, int]:
