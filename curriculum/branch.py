@@ -22,7 +22,7 @@ from curriculum.model.model import Model
 from curriculum.parsing.yaml12 import Origin
 from curriculum.record.commands import resume_command
 from curriculum.record.console import phase_lines
-from curriculum.record.events import EVENTS, View, check_offsets
+from curriculum.record.events import EVENTS, View, check_offsets, check_views
 from curriculum.record.queries import acts_of
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import printable
@@ -74,6 +74,7 @@ def branch(
     created, and Stopped after a signal: `train(..., resume="latest")` then resumes the branch.
     """
     check_folder("run_dir", run_dir)
+    check_views(views)
     trunk, directory = load_run(run), RunDirectory(Path(run_dir))
     _check_new(directory, store_dir, make_model is not None)
     fork = _fork(trunk, _step_of(trunk, at))

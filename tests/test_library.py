@@ -491,6 +491,11 @@ def test_an_argument_of_another_type_is_taken_or_told(tmp_path, monkeypatch):
             'store_dir: got "", expected the path of a folder',
         ),
         (lambda: cache_compiled(""), 'store_dir: got "", expected the path of a folder'),
+        *(
+            (call, f"views: got {views!r}, expected a list of objects with the methods event, row and close")
+            for views in (Seen(), [Seen], ["wandb"], None)
+            for call in (partial(train, config, "run", views=views), partial(branch, "run", 2, "new", views=views))
+        ),
         (lambda: train(config, "run", resume=False), f"--resume False: {step}"),
         (lambda: train(config, "run", resume=-1), f"--resume -1: {step}"),
         (lambda: train(config, "run", resume=True), f"--resume True: {step}"),

@@ -13,12 +13,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from curriculum.disk.append import Appender, tell
 from curriculum.disk.durable import sync, write_whole
@@ -38,6 +38,7 @@ _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
+@runtime_checkable
 class View(Protocol):
     """Shows the record as it grows. `event` and `row` get a copy, the view's own, of what the line in the file has.
 
@@ -49,6 +50,13 @@ class View(Protocol):
     def row(self, row: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def check_views(given: Any) -> None:
+    """Raise InputError unless views are given: a list of objects with the methods of `View`."""
+    several = isinstance(given, Sequence)
+    if not several or not all(isinstance(view, View) and not isinstance(view, type) for view in given):
+        raise InputError(f"views: got {given!r}, expected a list of objects with the methods event, row and close")
 
 
 class Record:

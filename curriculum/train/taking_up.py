@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -228,7 +228,7 @@ def record_as_of(
     resumed: Resumed | None,
     record: Record | None,
     at_end: ExitStack,
-    own_views: Iterable[View],
+    own_views: Sequence[View],
 ) -> Record:
     """The record, cut back to what the run continues from.
 

@@ -15,7 +15,7 @@ from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError, check_folder
 from curriculum.model.model import Model
-from curriculum.record.events import View
+from curriculum.record.events import View, check_views
 from curriculum.record.wandb_log import check_wandb
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
@@ -61,7 +61,7 @@ def train(
     resume, changes of the config are recorded as `schedule_edit`. A change to what was already trained is refused,
     unless `accept_past` is set: the run then continues from what was trained. `make_model(vocab_size)` returns a
     custom model for the tokenizer's ids; the `model` section is then ignored, and saved as null. `views` get every line
-    of the record as it is written, in process 0, and are closed as the run ends.
+    of the record as it is written, in process 0, and are closed as the run ends, if it had begun.
 
     Raises InputError, before anything is created, for what the user can fix; also as the run ends, if the disk refused
     its last checkpoint or the end of its record. Raises Stopped after a signal, and RegressionStop if
@@ -72,6 +72,7 @@ def train(
     check_is_config(config)
     if run_dir is not None:
         check_folder("run_dir", run_dir)
+    check_views(views)
     directory = RunDirectory(Path("runs") / config.name if run_dir is None else Path(run_dir))
     check_same_config(config, resume=resume, accept_past=accept_past)
     with RunLock(directory.path) as lock:
