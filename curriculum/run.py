@@ -15,6 +15,7 @@ from curriculum.record.events import (
     AVERAGES,
     EVENTS,
     TAKEN_UP,
+    DamagedRun,
     eval_key,
     last_gold,
     read_events,
@@ -191,6 +192,30 @@ def load_runs(paths: Iterable[str | os.PathLike], check: Callable[[Run], object]
     if damaged and not runs:
         raise InputError(*damaged.values())
     return runs, damaged
+
+
+def of_whole_runs(
+    made_of: Callable[[list[Run]], Any],
+    runs: list[Run],
+    damaged: dict[str, str],
+    paths: Iterable[str | os.PathLike],
+) -> Any:
+    """What is made of the `runs` of `load_runs(paths)`, without those that turn out to be damaged on the way.
+
+    They are added to `damaged`. What is made depends on which runs there are, so it is then made again. Raises
+    DamagedRun for a run that is given itself, and InputError if none is left.
+    """
+    given = set(map(Path, paths))
+    while True:
+        try:
+            return made_of(runs)
+        except DamagedRun as error:
+            whole = [run for run in runs if run.directory.path != error.run_dir]
+            if error.run_dir in given or len(whole) == len(runs):  # it is the base of one of them
+                raise
+            damaged[str(error.run_dir)], runs = error.problems[0], whole
+            if not runs:
+                raise InputError(*damaged.values()) from None
 
 
 def left_out(damaged: Mapping[str, str]) -> list[str]:

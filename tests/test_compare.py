@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_run import tiny_data, tiny_train, write_corpus
-from written_run import command, windows, write_run
+from written_run import command, windows, without, write_run
 
 from curriculum.errors import InputError
 from curriculum.run import load_run
@@ -294,6 +294,7 @@ def _half(file):
         ("events.jsonl", Path.unlink, "events.jsonl: no such file; "),
         ("events.jsonl", lambda file: file.write_bytes(b"\0\n" + file.read_bytes()), "events.jsonl:1: got "),
         ("events.jsonl", lambda file: file.write_text(file.read_text().partition("\n")[2]), "events.jsonl:1: got eval"),
+        ("events.jsonl", without("tokens_drawn", "phase"), "events.jsonl:2: eval has no phase; "),
         ("evals/100.npz", _half, "evals/100.npz: cannot be read: "),
         ("evals/100.npz", Path.unlink, "evals/100.npz: no such file; "),
     ],

@@ -15,7 +15,7 @@ from command_line import run_here
 from locked import locked_by_another
 from test_trainer import config_data, corpus, store  # noqa: F401  (fixtures)
 from tiny_run import tiny_data, tiny_train, write_corpus
-from written_run import command, offender, write_run
+from written_run import command, offender, without, write_run
 
 from curriculum.config import build_config
 from curriculum.disk.lock import RunLock
@@ -269,16 +269,18 @@ def test_a_folder_of_runs_has_a_line_each(tmp_path):
         write_run(runs / f"run{number}", LOSSES, until=80 if number == 9 else None)
     shutil.copytree(runs / "run9", runs / "torn")
     (runs / "torn/events.jsonl").write_text("{")
+    without("phase")(shutil.copytree(runs / "run9", runs / "edited") / "events.jsonl")
     (runs / "no run").mkdir()
-    first, second, torn = told = list_runs(runs)
-    assert [row["run"] for row in told] == ["run9", "run10", "torn"]
+    edited, first, second, torn = told = list_runs(runs)
+    assert [row["run"] for row in told] == ["edited", "run9", "run10", "torn"]
+    assert edited["step"] is None and edited["state"].startswith(f"{runs}/edited/events.jsonl:2: eval has no phase; ")
     whole = inspect_run(load_run(runs / "run9"))
     assert (first["step"], first["total_steps"], second["step"]) == (80, 100, 100)
     assert first["val_loss"] == whole["evals"]["val"]["loss"] and first["regressed"] == []
     assert (first["state"], second["state"]) == ("not finished, in phase domain", "finished")
     assert torn["step"] is None and "events.jsonl" in torn["state"]
     code, out, _, imported = command("inspect", str(runs))
-    header, line, *_ = out.splitlines()
+    header, _, line, *_ = out.splitlines()
     assert code == 0 and header.split()[:3] == ["run", "step", "of"] and line.split()[:3] == ["run9", "80", "100"]
     assert "jax" not in imported
     code, out, *_ = command("inspect", str(runs), "--json")

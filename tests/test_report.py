@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from command_line import run_here
 from test_compare import branch, recipe_runs
-from written_run import PHASES, command, offender, windows, write_run
+from written_run import PHASES, command, offender, windows, without, write_run
 
 from curriculum.errors import InputError
+from curriculum.record.events import DamagedRun, unstamped
 from curriculum.record.queries import EvalPoint, eval_points
 from curriculum.run import load_run
 from curriculum.views.figures import (
@@ -34,6 +35,8 @@ from curriculum.views.figures import (
     short_rate,
     thinned,
 )
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection_text import text as inspect_text
 from curriculum.views.report import report, write_report
 from curriculum.views.report_evals import _shades
 from curriculum.views.report_run import _mixture_course
@@ -742,16 +745,17 @@ def test_what_cannot_be_reported_is_said(rich, tmp_path):
 
 
 def test_damaged_runs_of_a_folder_are_left_out_and_told(tmp_path):
-    runs = [write_run(tmp_path / "runs" / name, {"val": lambda step: 3.0}) for name in "abcd"]
+    runs = [write_run(tmp_path / "runs" / name, {"val": lambda step: 3.0}) for name in "abcde"]
     (runs[1] / "config.resolved.json").write_text("{")
     (runs[2] / "metrics.jsonl").write_text("{\n")
     (runs[3] / "events.jsonl").write_text("")
+    without("from_phase")(runs[4] / "events.jsonl")
     output = tmp_path / "r.html"
     code, out, errors = run_here("report", tmp_path / "runs", "-o", output)
     assert code == 0 and out.startswith(f"{output}: ")
     told = errors.splitlines()
     for run, file, line in zip(
-        runs[1:], ("config.resolved.json", "metrics.jsonl:1", "events.jsonl"), told, strict=True
+        runs[1:], ("config.resolved.json", "metrics.jsonl:1", "events.jsonl", "events.jsonl:6"), told, strict=True
     ):
         assert line.startswith(f"{run}: left out: {run / file}: ")
     page = Checked(output.read_text())
@@ -762,6 +766,30 @@ def test_damaged_runs_of_a_folder_are_left_out_and_told(tmp_path):
     assert run_here("report", tmp_path / "runs", "-o", output)[::2] == (
         2, "".join(f"error: {line.partition(': left out: ')[2]}\n" for line in told),
     )  # fmt: skip
+
+
+def test_a_field_that_an_event_lacks_is_told_by_what_shows_it(rich, tmp_path):
+    """Of whatever kind and field; what does not show it does without."""
+    lines = [json.loads(line) for line in (rich / "events.jsonl").read_text().splitlines()]
+    first = {line["event"]: number for number, line in reversed([*enumerate(lines)])}
+    run = shutil.copytree(rich, tmp_path / "run")
+
+    def told(kind, field, show):
+        lacking = {key: value for key, value in lines[first[kind]].items() if key != field}
+        edited = [*lines[: first[kind]], lacking, *lines[first[kind] + 1 :]]
+        (run / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in edited))
+        loaded = load_run(run)
+        try:
+            show(loaded)
+        except DamagedRun as error:
+            return str(error).startswith(f"{run}/events.jsonl:{first[kind] + 1}: {kind} has no {field}; ")
+
+    fields = [(kind, field) for kind, number in first.items() for field in unstamped(lines[number])]
+    shown = {kind: told(*kind, lambda loaded: inspect_text(inspect_run(loaded))) for kind in fields}
+    assert all(found is not False for found in shown.values()) and sum(map(bool, shown.values())) > 10
+    assert shown["eval", "val_loss"] and shown["phase_switch", "from_phase"] is None
+    assert told("phase_switch", "from_phase", lambda loaded: report([loaded]))
+    assert told("training_start", "sources", lambda loaded: report([loaded])) is None
 
 
 def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):

@@ -200,6 +200,17 @@ def offender(
     }
 
 
+def without(*fields: str) -> Callable[[Path], object]:
+    """Takes these fields out of every event of a record that it is given."""
+
+    def edit(record: Path) -> None:
+        events = [json.loads(line) for line in record.read_text().splitlines()]
+        left = [{key: value for key, value in event.items() if key not in fields} for event in events]
+        record.write_text("".join(f"{json.dumps(event)}\n" for event in left))
+
+    return edit
+
+
 def command(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str, set[str]]:
     """Exit code, output, errors and the modules imported by a command of this program."""
     script = (

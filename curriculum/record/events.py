@@ -143,10 +143,37 @@ class Record:
         return line
 
 
+class DamagedRun(InputError):
+    """Something that a view needs of the run in `run_dir` is missing or cannot be read."""
+
+    def __init__(self, run_dir: Path, *problems: str):
+        self.run_dir = run_dir
+        super().__init__(*problems)
+
+
+class _Line(dict[str, Any]):
+    """A line of a record that was read. Whoever takes a field that it lacks gets a DamagedRun that says where it is.
+
+    So a view needs no fields but those that it shows, of a run of another version too.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], run_dir: Path, where: str):
+        super().__init__(fields)
+        self._run_dir, self._where = run_dir, where
+
+    def __missing__(self, key: str) -> Any:
+        raise DamagedRun(
+            self._run_dir,
+            f"{self._where}: {self.get('event', 'the row')} has no {key}; it was edited, or another version wrote it: "
+            "restore the file from a copy, or use that version",
+        )
+
+
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run, oldest first; a last line that is still being written is left out.
 
-    Raises InputError, naming file and line, if there is no record or a line is broken.
+    Raises InputError, naming file and line, if there is no record or a line is broken. To take a field that an event
+    lacks raises DamagedRun.
     """
     return _read(run_dir, EVENTS)
 
@@ -197,8 +224,9 @@ def eval_sets(event: Mapping[str, Any]) -> dict[str, Recorded]:
     Numbers are as written: None where there is none, and strings for NaN and infinities.
     """
     named = ["val", *(key.removeprefix("eval_") for key in event if key.startswith("eval_"))]
+    more = [metric for metric in RECORDED if metric != "loss"]
     return {
-        name: Recorded(**{metric: event.get(eval_key(name, metric)) for metric in RECORDED})
+        name: Recorded(loss=event[eval_key(name)], **{m: event.get(eval_key(name, m)) for m in more})
         for name in named
         if eval_key(name, "bpb") in event  # other fields that begin with `eval_` have none: no set may have their name
     }
@@ -271,7 +299,8 @@ def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
     with readable(path):
         *lines, _unfinished = path.read_bytes().split(b"\n")
-    return [_checked(line, f"{path}:{line_number}", _KEYS[name]) for line_number, line in enumerate(lines, start=1)]
+    places = ((line, f"{path}:{line_number}") for line_number, line in enumerate(lines, start=1))
+    return [_Line(_checked(line, where, _KEYS[name]), run_dir, where) for line, where in places]
 
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     rows, before = [], {}
     for phase, step, drawn, consumed in _trained(marks):
         tokens = {name: num for name, n in drawn.items() if (num := n - before.get(name, 0)) > 0}
-        epochs = {name: n / sizes[name] for name, n in consumed.items() if n and sizes[name]}
+        epochs = {name: n / sizes[name] for name, n in consumed.items() if n and sizes.get(name)}
         rows.append({"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs})
         before = drawn
     return rows

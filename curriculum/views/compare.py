@@ -11,19 +11,19 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from curriculum.errors import InputError, check_several
 from curriculum.find_checkpoint import is_step
-from curriculum.record.events import config_name
+from curriculum.record.events import DamagedRun, config_name
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import listed, signed
-from curriculum.run import Run, left_out, load_runs
+from curriculum.run import Run, left_out, load_runs, of_whole_runs
 from curriculum.run_directory import names_in, read_arrays
 from curriculum.views.comparison import (
     BITS,
@@ -62,16 +62,11 @@ def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") 
     check_several("run_dirs", run_dirs)
     # An empty record is that of a run without an eval.
     runs, damaged = load_runs(run_dirs, lambda run: run.events and run.start)
-    while True:
-        try:
-            return replace(compare_runs(runs, at=at), damaged=damaged)
-        except _UnreadableWindows as error:  # which evals count depends on all runs: again, without this one
-            if error.path in map(Path, run_dirs):
-                raise
-            damaged[str(error.path)] = error.problems[0]
-            runs = [run for run in runs if run.directory.path != error.path]
-        except InputError as error:
-            raise InputError(*error.problems, details=[*error.details, *left_out(damaged)]) from None
+    try:
+        comparison = of_whole_runs(partial(compare_runs, at=at), runs, damaged, run_dirs)
+    except InputError as error:
+        raise InputError(*error.problems, details=[*error.details, *left_out(damaged)]) from None
+    return replace(comparison, damaged=damaged)
 
 
 def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRuns:
@@ -260,14 +255,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({long[: i + 1].count(name)})" if long.count(name) > 1 else name for i, name in enumerate(long)]
 
 
-class _UnreadableWindows(InputError):
-    """The windows of an eval of the run at `path` cannot be read."""
-
-    def __init__(self, path: Path, *problems: str):
-        self.path = path
-        super().__init__(*problems)
-
-
 @dataclass(eq=False)
 class _Side:
     """A run under its name in the comparison, with the evals and the content hash of each set.
@@ -299,9 +286,9 @@ class _Side:
             return recorded_windows(path, self._files[step], config_name(name), point.loss)
         except KeyError:
             told = f"{path}: has no windows of {name}, which the record says was measured then"
-            raise _UnreadableWindows(self.run.directory.path, told) from None
+            raise DamagedRun(self.run.directory.path, told) from None
         except InputError as error:
-            raise _UnreadableWindows(self.run.directory.path, *error.problems) from None
+            raise DamagedRun(self.run.directory.path, *error.problems) from None
 
     def texts(self, name: str) -> np.ndarray | None:
         """The documents of a set's last eval on file, a hash for each window; None if it does not tell them apart."""

@@ -163,7 +163,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "text": _origin_of(run, name),
             "warned": name in warned and name.partition("@")[0] in measured,
             "still_measured": name.partition("@")[0] in measured,
-            "few_documents": documents_are_few(about[name.partition("@")[0]]),
+            "few_documents": bool(of_text := about.get(name.partition("@")[0])) and documents_are_few(of_text),
         }
     return evals
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError, check_several
-from curriculum.run import Run, left_out, load_runs
+from curriculum.run import Run, left_out, load_runs, of_whole_runs
 from curriculum.views.compare import labels
 from curriculum.views.inspection import inspect_run
 from curriculum.views.page import document, tag
@@ -31,10 +31,10 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     path = Path(output)
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file path in an existing folder, such as report.html")
-    # A folder's name need not be valid text: other bytes are shown escaped.
     runs, damaged = load_runs(run_dirs, lambda run: (run.start, run.metrics))
-    without = left_out(damaged)
-    page = report(runs, without).encode(errors="backslashreplace").decode()
+    page = of_whole_runs(lambda whole: report(whole, left_out(damaged)), runs, damaged, run_dirs)
+    # A folder's name need not be valid text: other bytes are shown escaped.
+    page = page.encode(errors="backslashreplace").decode()
     try:
         if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
             path.write_text(page, encoding="utf-8")
@@ -44,7 +44,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
             write_whole(path, page, durable=False)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error.strerror}") from None
-    return without
+    return left_out(damaged)
 
 
 def _is_page(path: Path) -> bool:
