@@ -286,6 +286,10 @@ def test_a_folder_of_runs_has_a_line_each(tmp_path):
     code, out, *_ = command("inspect", str(runs), "--json")
     assert code == 0 and json.loads(out) == told
     assert command("inspect", str(runs / "no run"))[0] == 2
+    for whole in ("run9", "run10"):
+        shutil.rmtree(runs / whole)
+    for given in (("inspect", runs), ("inspect", runs, "--json")):
+        assert run_here(*given) == (2, "", f"error: {edited['state']}\nerror: {torn['state']}\n")
 
 
 def test_a_folder_of_runs_tells_bits_per_byte_and_that_tokenizers_differ(tmp_path):

@@ -18,9 +18,12 @@ from curriculum.views.inspection_text import state_text
 def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """For each run in a folder, in order of name, the facts of `inspect_run` that fit in a line, as plain data.
 
-    If a run's record cannot be read, `state` says why and the rest is None.
+    If a run's record cannot be read, `state` says why and the rest is None. Raises InputError if no record can be.
     """
-    return [{"run": name, **_facts(Path(folder) / name)} for name in runs_below(folder)]
+    rows = [{"run": name, **_facts(Path(folder) / name)} for name in runs_below(folder)]
+    if rows and all(row["step"] is None for row in rows):
+        raise InputError(*(row["state"] for row in rows))
+    return rows
 
 
 def _facts(path: Path) -> dict[str, Any]:
