@@ -92,6 +92,20 @@ def test_a_set_that_came_and_went_leaves_nothing_at_the_step_that_is_taken_up_ag
     assert loss[0] is None and loss[1] < start  # at the end of the first phase there was no such set
 
 
+def test_evals_whose_windows_a_copy_lacks_are_told(tmp_path, capfd):
+    """As of a copy that was made while the run saved: its `evals/` are older than its checkpoints."""
+    run_dir = tmp_path / "run"
+    write_corpus(tmp_path)
+    tiny_train(tmp_path, run_dir)
+    tiny_train(tmp_path, run_dir, 10)
+    assert "lacks the windows" not in capfd.readouterr().err
+    for step in (6, 9, 12):  # 12 is measured again
+        (run_dir / f"evals/{step}.npz").unlink()
+    tiny_train(tmp_path, run_dir, 10)
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if "lacks the windows" in line]
+    assert told.startswith(f"{run_dir}: evals/ lacks the windows of the evals of 6, 9, which are in the record; ")
+
+
 def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_saved(tmp_path):
     """A phase that the config begins at the step of the checkpoint is measured there, after the switch."""
 

@@ -31,6 +31,7 @@ from curriculum.record.events import (
     read_events,
 )
 from curriculum.record.wandb_log import WandbLog
+from curriculum.record.wording import MOST_NAMED, first_of
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory, write_tokenizer
 from curriculum.train import fields
@@ -254,6 +255,19 @@ def record_as_of(
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
     cut_record(directory.path, offsets)
+    if resumed is not None:
+        _tell_missing_results(directory)
     record = Record(directory.path, tokens_at, elapsed_before_s, [*views, *own_views])
     at_end.callback(record.close)
     return record
+
+
+def _tell_missing_results(directory: RunDirectory) -> None:
+    """Say on stderr of which evals of the record the windows are gone, as in a copy made while the run was saved."""
+    there = {step for step, _ in directory.all_results()}
+    measured = dict.fromkeys(e["step"] for e in read_events(directory.path) if e["event"] == "eval")
+    if missing := [str(step) for step in measured if step not in there]:
+        tell(
+            f"{directory.path}: evals/ lacks the windows of the evals of {first_of(missing, MOST_NAMED)}, which are in "
+            "the record; restore them from where this was copied from: figures computed from them will be missing"
+        )
