@@ -681,6 +681,11 @@ def test_checkpoints_that_were_not_saved_are_told(tmp_path):
     page = report([load_run(path)])
     assert '<p class="bad">checkpoints/80 and 2 more were not saved: No space left on device</p>' in page
     assert page.count("; the last good one is of step 40; the next is tried at step 80</td>") == 3
+    tried = {60: twice[60], 80: [("checkpoint", {"path": "checkpoints/80"}), *twice[80]]}  # it failed on the way
+    path = write_run(tmp_path / "tried", LOSSES, more=tried)
+    assert "trouble checkpoints/80 and 2 more were not saved: No space left on device" in shown(path)
+    path = write_run(tmp_path / "room", LOSSES, more=twice | {100: [("checkpoint", {"path": "checkpoints/100"})]})
+    assert "trouble" not in shown(path) and inspect_run(path)["progress"]["unsaved"] is None
 
 
 def test_what_went_wrong_in_training_is_a_line_each(tmp_path):

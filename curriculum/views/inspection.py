@@ -190,14 +190,16 @@ def _origin_of(run: Run, name: str) -> str | None:
     return described.get("path") or f"hf:{described.get('hf')}"
 
 
-def _unsaved(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """The last checkpoint that could not be written, and how many others there are; None if all were written."""
+def _unsaved(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """The last checkpoint that could not be written, and how many others there are; None if one was written since."""
     failed = {e["path"]: e["why"] for e in events if e["event"] == "checkpoint_failed"}
-    if not failed:
+    saved = (i for i, e in enumerate(events) if e["event"] == "checkpoint" and e["path"] not in failed)
+    since = [e["path"] for e in events[max(saved, default=0) :] if e["event"] == "checkpoint_failed"]
+    if not since:
         return None
-    *others, (path, why) = failed.items()
+    *others, path = dict.fromkeys(since)
     more = f" and {len(others)} more were" if others else " was"
-    return f"{path}{more} not saved: {why}"
+    return f"{path}{more} not saved: {failed[path]}"
 
 
 def _disk_bytes(folder: Path) -> int:
