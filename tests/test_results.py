@@ -106,7 +106,7 @@ def test_evals_whose_windows_a_copy_lacks_are_told(tmp_path, capfd):
     assert told.startswith(f"{run_dir}: evals/ lacks the windows of the evals of 6, 9, which are in the record; ")
 
 
-def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_saved(tmp_path):
+def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_saved(tmp_path, capsys):
     """A phase that the config begins at the step of the checkpoint is measured there, after the switch."""
 
     def sections(switch):
@@ -141,6 +141,13 @@ def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_save
         ("eval_regression", 8),
     ]
     assert (run_dir / "checkpoints/9").is_dir()
+
+    # That it goes on in spite of an alarm is said.
+    capsys.readouterr()
+    tiny_train(tmp_path, run_dir, "latest", **sections(8) | {"train": {"steps": 10, "batch_size": 4, "seq_len": 32}})
+    assert "resumed at step 9 of 10; an alarm of val had stopped it at step 8\n" in capsys.readouterr().out
+    resumed = [e.get("stopped_by") for e in load_run(run_dir).events if e["event"] == "resume"]
+    assert resumed == [None, {"step": 8, "sets": ["val"]}]
 
 
 def test_an_eval_from_before_there_was_a_metric_is_read_without_it(tmp_path, monkeypatch):

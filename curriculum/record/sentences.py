@@ -55,6 +55,8 @@ def verdict(event: dict[str, Any]) -> str | None:
         case "resume":
             again = event.get("trained_to", step) - step
             back = [f"at least {counted(again, 'step')} after it will be trained again"] if again else []
+            if alarm := event.get("stopped_by"):
+                back.append(f"an alarm of {first_of(alarm['sets'], MOST_NAMED)} had stopped it at step {alarm['step']}")
             back += [
                 f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])
             ]
@@ -83,6 +85,11 @@ def new_offenders(event: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str
     since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["set"] not in named}
     old = [f"{name} (since step {first})" for name, first in since.items()]
     return new, [f"still worse: {first_of(old, MOST_NAMED)}"] if old else []
+
+
+def sets_of_alarm(event: dict[str, Any]) -> list[str]:
+    """The sets whose alarm an `eval_regression` raises."""
+    return [*dict.fromkeys(pair["set"] for pair in new_offenders(event)[0])]
 
 
 def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:

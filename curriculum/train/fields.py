@@ -11,7 +11,7 @@ import numpy as np
 from curriculum.model.model import count, num_parameters
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import eval_key, record_name
-from curriculum.record.sentences import rise
+from curriculum.record.sentences import rise, sets_of_alarm
 from curriculum.scheduling import constant_tokens_per_step, describe_phases, shape_of, step_sizes
 from curriculum.train.checkpoints.best import BadGolds
 from curriculum.train.clock import TrainClock, peak_memory_gb
@@ -32,13 +32,15 @@ _BRANCH_POINT = ("run", "step", "id", "branched_from")
 
 
 class Before(NamedTuple):
-    """What the record told before it was cut back: the step of its last row, and the `software` of the newest start.
+    """What the record told before it was cut back.
 
-    Each is None if nothing that can be read tells it.
+    That is the step of its last row, the `software` of the newest start, and the `eval_regression` that had stopped the
+    run. Each is None if there was none, or nothing that can be read tells it.
     """
 
     trained_to: int | None = None
     software: dict[str, str] | None = None
+    alarm: Mapping[str, Any] | None = None
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
@@ -84,11 +86,12 @@ def resumption(
         event = "rollback", {**rollback.event, **going_on}
     else:
         gold_lost = [{"step": gold, "why": why} for gold, why, lost in bad if lost]
-        now, was = software(), before.software
+        now, was, alarm = software(), before.software, before.alarm
         told = {
             "damaged": list(damaged),
             "gold_lost": gold_lost,
             "begins_branch": begins_branch,
+            "stopped_by": alarm and {"step": alarm["step"], "sets": sets_of_alarm(alarm)},
             "trained_to": before.trained_to if before.trained_to is not None and before.trained_to > step else None,
             "software_changed": {}
             if was is None

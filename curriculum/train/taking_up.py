@@ -30,6 +30,7 @@ from curriculum.record.events import (
     plain,
     read_events,
 )
+from curriculum.record.queries import stopping_alarm
 from curriculum.record.wandb_log import WandbLog
 from curriculum.record.wording import MOST_NAMED, first_of
 from curriculum.run import load_run
@@ -220,7 +221,9 @@ def before(directory: RunDirectory) -> fields.Before:
         row = last_row(directory.path)
     with suppress(InputError):
         events = read_events(directory.path)
-    return fields.Before(row and row["step"], next((e["software"] for e in reversed(events) if "software" in e), None))
+    software = next((e["software"] for e in reversed(events) if "software" in e), None)
+    last = max([row["step"] if row else 0, *(event["step"] for event in events[-1:])])
+    return fields.Before(row and row["step"], software, stopping_alarm(events, last))
 
 
 def record_as_of(

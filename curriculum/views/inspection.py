@@ -31,7 +31,7 @@ from curriculum.record.queries import (
     stopping_alarm,
     warned_sets,
 )
-from curriculum.record.sentences import new_offenders, skipped_counts, skipped_line, verdict
+from curriculum.record.sentences import new_offenders, sets_of_alarm, skipped_counts, skipped_line, verdict
 from curriculum.run import Run, load_run
 from curriculum.run_directory import step_folders
 
@@ -125,8 +125,7 @@ def _progress(
 
 
 def _stopped(alarm: Mapping[str, Any]) -> dict[str, Any]:
-    sets = dict.fromkeys(pair["set"] for pair in new_offenders(alarm)[0])
-    return {"step": alarm["step"], "sets": [*sets], "verdict": verdict(alarm)}
+    return {"step": alarm["step"], "sets": sets_of_alarm(alarm), "verdict": verdict(alarm)}
 
 
 def _samples(event: Mapping[str, Any]) -> dict[str, Any]:
