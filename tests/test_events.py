@@ -449,6 +449,13 @@ def test_an_event_has_its_stamps(tmp_path, change):
             read_events(tmp_path)
 
 
+def test_lines_share_their_keys_in_memory(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mixture": {"web": 1.0}}\n' * 2)
+    first, second = read_metrics(tmp_path)
+    for ours, theirs in ((first, second), (first["mixture"], second["mixture"])):
+        assert len(ours) and all(a is b for a, b in zip(ours, theirs, strict=True))
+
+
 def test_the_last_row_is_read_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_row(tmp_path) is None

@@ -12,6 +12,7 @@ JSON has no literal for a float that is not finite, so such a float is written a
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -157,15 +158,17 @@ class _Line(dict[str, Any]):
     So a view needs no fields but those that it shows, of a run of another version too.
     """
 
-    def __init__(self, fields: Mapping[str, Any], run_dir: Path, where: str):
+    __slots__ = ("_path", "_number")
+
+    def __init__(self, fields: Mapping[str, Any], path: Path, number: int):
         super().__init__(fields)
-        self._run_dir, self._where = run_dir, where
+        self._path, self._number = path, number
 
     def __missing__(self, key: str) -> Any:
         raise DamagedRun(
-            self._run_dir,
-            f"{self._where}: {self.get('event', 'the row')} has no {key}; it was edited, or another version wrote it: "
-            "restore the file from a copy, or use that version",
+            self._path.parent,
+            f"{self._path}:{self._number}: {self.get('event', 'the row')} has no {key}; it was edited, or another "
+            "version wrote it: restore the file from a copy, or use that version",
         )
 
 
@@ -297,10 +300,9 @@ def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
     path = run_dir / name
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
-    with readable(path):
-        *lines, _unfinished = path.read_bytes().split(b"\n")
-    places = ((line, f"{path}:{line_number}") for line_number, line in enumerate(lines, start=1))
-    return [_Line(_checked(line, where, _KEYS[name]), run_dir, where) for line, where in places]
+    with readable(path), open(path, "rb") as file:  # line by line: the rows of a long run are hundreds of megabytes
+        whole = ((i, line[:-1]) for i, line in enumerate(file, start=1) if line.endswith(b"\n"))
+        return [_Line(_checked(line, f"{path}:{i}", _KEYS[name]), path, i) for i, line in whole]
 
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -314,10 +316,17 @@ def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
     return record
 
 
+def _with_shared_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {sys.intern(key): value for key, value in pairs}
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_with_shared_keys)  # own keys took half of the memory of a line
+
+
 def _parsed(line: bytes) -> Any:
     """The JSON value of a line, or the line itself as a string if it is not complete JSON."""
     try:
-        return json.loads(line)
+        return _DECODER.decode(line.decode())
     except (ValueError, RecursionError):
         return line.decode(errors="backslashreplace")
 
