@@ -411,6 +411,11 @@ def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, 
     commands = inspect_run(load_run(run_dir))["commands"]
     call = f"train(load_config('{run_dir}/config.yaml', {remembered}), {rest}"
     assert commands["train longer"] == f"{call}, with a higher train.steps"
+    with open(run_dir / "events.jsonl", "a") as record:
+        diverged = {**load_run(run_dir).complete, "event": "diverged", "last_good_step": 8, "reason": "planted"}
+        record.write(json.dumps(diverged) + "\n")
+    call = f"branch('{run_dir}', 8, 'NEW', overrides=['KEY=VALUE'], store_dir={str(stores)!r}, make_model=...)"
+    assert inspect_run(load_run(run_dir))["commands"]["go on"] == f"{call} from Python"
     with pytest.raises(InputError, match=r"continue a branch begun there: train\(load_config\("):
         branch(run_dir, 2, run_dir, make_model=lambda _: bigram(matrices))
     without_it = build_config(config_data(text_folder, model=None), continues=run_dir)

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,25 +30,43 @@ def resume_command(
     With a model or an optimizer (its name) of the user's own, which no command knows, the Python call.
     """
     if own_model or own_optimizer is not None:
-        stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
         run = repr(str(run_dir))
         remembered = f"remembered=run_directory({run}).command_line(), continues={run}"
         config = f"load_config({str(config_file)!r}, {remembered})"
         resume = repr(int(step) if step.isdecimal() else step)
-        model = ", make_model=..." if own_model else ""
         more = [] if raised is None else [f"a higher {raised}"]
-        more += [f"{own_optimizer!r} in OPTIMIZERS"] if own_optimizer is not None else []
-        given = f", with {' and '.join(more)}" if more else ""
-        return f"train({config}, {run}, resume={resume}{stores}{model}) from Python{given}"
+        return _call(f"train({config}, {run}, resume={resume}", store_dir, own_model, own_optimizer, more)
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
     more = "" if raised is None else f" --set {raised}=MORE"
     return f"{program('curriculum')} train {own} --run-dir {where}{_stores(store_dir)} --resume {step}{more}"
 
 
-def branch_command(run_dir: Path, store_dir: str | Path, at: int) -> str:
-    """The command that branches off from a run at a step, with another config."""
+def branch_command(
+    run_dir: Path,
+    store_dir: str | Path,
+    at: int,
+    changes: Sequence[str] = ("KEY=VALUE",),
+    *,
+    own_model: bool = False,
+    own_optimizer: str | None = None,
+) -> str:
+    """The command that branches off from a run at a step, with changes of its config; the Python call as above."""
+    if own_model or own_optimizer is not None:
+        call = f"branch({str(run_dir)!r}, {at}, 'NEW', overrides={[*changes]}"
+        return _call(call, store_dir, own_model, own_optimizer)
+    sets = "".join(f" --set {change}" for change in changes)
     trunk = shlex.quote(str(run_dir))
-    return f"{program('curriculum')} branch {trunk} --at {at} --run-dir NEW{_stores(store_dir)} --set KEY=VALUE"
+    return f"{program('curriculum')} branch {trunk} --at {at} --run-dir NEW{_stores(store_dir)}{sets}"
+
+
+def _call(
+    begun: str, store_dir: str | Path, own_model: bool, own_optimizer: str | None, given: Sequence[str] = ()
+) -> str:
+    """A Python call, of which `begun` lacks the last arguments, and what it needs beside the arguments."""
+    stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
+    model = ", make_model=..." if own_model else ""
+    given = [*given, *([] if own_optimizer is None else [f"{own_optimizer!r} in OPTIMIZERS"])]
+    return f"{begun}{stores}{model}) from Python{', with ' if given else ''}{' and '.join(given)}"
 
 
 def _stores(store_dir: str | Path) -> str:

@@ -198,8 +198,10 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
         data += ", and let the run pass over such data (train.rollback)"
     lines.append(f"               {data}")
     if good:
-        command = branch_command(path, run.setup.store_dir, good)
-        lines.append(f"               from the last good step on: {command} --set optim.allow_jump=true")
+        changes, whole = ["KEY=VALUE", "optim.allow_jump=true"], run.setup.config
+        own = {"own_model": whole.model is None, "own_optimizer": whole.optim.users_own}
+        command = branch_command(path, run.setup.store_dir, good, changes, **own)
+        lines.append(f"               from the last good step on: {command}")
         lines.append("               (allow_jump: lets the learning rate fall to less than half at once)")
     return "\n".join(lines)
 

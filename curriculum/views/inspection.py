@@ -246,12 +246,11 @@ def _commands(
     """
     path, me = run.directory.path, program("curriculum")
     typed_path = shlex.quote(str(path))
-    own_model = run.resolved["model"] is None
+    own = _own_of(run)
     commands = {}
     if run.diverged and (good := run.diverged["last_good_step"]):
-        commands["go on"] = branch_command(path, run.store_dir, good)
+        commands["go on"] = branch_command(path, run.store_dir, good, **own)
     elif run.directory.own_config.exists() and not run.diverged:
-        own = {"own_model": own_model, "own_optimizer": run.own_optimizer}
         go_on = partial(resume_command, run.directory.own_config, path, run.store_dir, **own)
         if run.complete:
             step = "latest" if longer in (None, *checkpoints["checkpoints"][-1:]) else str(longer)
@@ -262,7 +261,7 @@ def _commands(
         commands["go back"] = back
     commands["report"] = f"{me} report {typed_path} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {typed_path} OTHER_RUN"
-    format_name = "safetensors" if own_model else "hf"
+    format_name = "safetensors" if own["own_model"] else "hf"
     if any(checkpoints.values()):
         commands["export"] = f"{me} export {typed_path} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
@@ -279,7 +278,12 @@ def way_back(run: Run, alarm: Mapping[str, Any]) -> str | None:
     steps = [step for place in run.directory.places for step in checkpoint_steps(place)]
     earlier = [[step for step in steps if step <= newest] for newest in sorted(before.values())]
     at = max(next(filter(None, earlier), ()), default=None)
-    return None if at is None else branch_command(run.directory.path, run.store_dir, at)
+    return None if at is None else branch_command(run.directory.path, run.store_dir, at, **_own_of(run))
+
+
+def _own_of(run: Run) -> dict[str, Any]:
+    """What of the user's own no command knows."""
+    return {"own_model": run.resolved["model"] is None, "own_optimizer": run.own_optimizer}
 
 
 def _few_skips(row: Mapping[str, Any]) -> bool:
