@@ -20,7 +20,7 @@ from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer, wr
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
 from curriculum.disk.scratch import clear_killed, scratch
-from curriculum.errors import InputError, check_choice
+from curriculum.errors import InputError, check_choice, check_folder
 from curriculum.find_checkpoint import architecture_at
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 from curriculum.model.formats.hf import hf_tensors
@@ -78,6 +78,7 @@ def export(
     are not finite, and for one too large for the dtype; then nothing is written. Leftovers of a killed export into the
     same folder are removed.
     """
+    check_folder("-o", output_dir)
     directory, output = run_directory(run), Path(output_dir)
     check_choice("--format", format, ("safetensors", "hf", "gguf"))
     if dtype == "q8_0" and format != "gguf":

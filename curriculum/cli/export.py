@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import STEP, WEIGHTS, print_json, step_text, tell_untrained
+from curriculum.cli.options import FOLDER, STEP, WEIGHTS, print_json, step_text, tell_untrained
 
 
 @click.command()
@@ -34,9 +34,7 @@ from curriculum.cli.options import STEP, WEIGHTS, print_json, step_text, tell_un
     is_flag=True,
     help="Fold the adapters of a LoRA run into its model; without it the adapters alone are written, for peft.",
 )
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder to write to."
-)
+@click.option("-o", "--output", required=True, type=FOLDER, help="A new or an empty folder to write to.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(run, format_name, step, weights, dtype, merge, output, as_json):
     """Write the parameters of RUN, with its tokenizer, to a folder; hf and gguf get a model card."""

@@ -38,7 +38,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byt
 from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
 from curriculum.disk.durable import rename_whole
 from curriculum.disk.scratch import clear_killed, scratch
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_folder
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ def prepare_folder(
     folder is not empty, is the working folder or lies in one of the texts, and if a text cannot be read or encoded or
     changes meanwhile.
     """
-    _check_new(Path(output_dir))
+    _check_new(output_dir)
     try:
         sources = [SourceConfig(path=str(path), format=format, text_key=text_key) for path in texts]
     except ValueError as error:
@@ -280,11 +280,13 @@ def prepare_documents(
             "load_tokenizer(folder)"
         )
     given = given_documents(documents, None if chat is None else Template.of(chat, tokenizer.special_tokens))
-    _check_new(Path(output_dir))
+    _check_new(output_dir)
     return _write_folder(output_dir, tokenizer, lambda folder: write_store(folder, given, tokenizer, progress))
 
 
-def _check_new(output_dir: Path) -> None:
+def _check_new(output_dir: str | Path) -> None:
+    check_folder("--output", output_dir)
+    output_dir = Path(output_dir)
     with writing(output_dir):
         if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
             fix = "name a new folder with --output (in Python output_dir), or delete this one first"
