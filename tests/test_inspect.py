@@ -292,6 +292,22 @@ def test_a_folder_of_runs_has_a_line_each(tmp_path):
         assert run_here(*given) == (2, "", f"error: {edited['state']}\nerror: {torn['state']}\n")
 
 
+def test_a_folder_of_runs_is_listed_without_a_look_at_each_set_of_each_eval(tmp_path, monkeypatch):
+    """That of 60 runs with 2,000 evals of 50 sets took most of a minute. `val` need not be in the last eval."""
+    write_run(tmp_path / "run", {"val": lambda step: step / 100 if step < 90 else None, "code": lambda step: 2.0})
+    looked_at = []
+
+    def counted(events):
+        looked_at.append(len(events))
+        return eval_points(events)
+
+    monkeypatch.setattr(inspection, "eval_points", counted)
+    [row] = list_runs(tmp_path)
+    assert (row["val_loss"], row["val_bpb"], looked_at) == (0.8, round(0.8 / 4 / math.log(2), 6), [])
+    val = inspect_run(load_run(tmp_path / "run"))["evals"]["val"]
+    assert (row["val_loss"], row["val_bpb"]) == (val["loss"], val["bpb"]) and len(looked_at) == 1
+
+
 def test_a_folder_of_runs_tells_bits_per_byte_and_that_tokenizers_differ(tmp_path):
     for number, fingerprint in enumerate("aab"):
         path = write_run(tmp_path / f"run{number}", LOSSES)

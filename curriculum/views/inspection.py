@@ -45,15 +45,13 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     """
     run = run if isinstance(run, Run) else load_run(run)
     plan, path = run.plan, run.directory.path
-    row = last_row(path)
-    step = max(*(event["step"] for event in run.events), row["step"] if row else 0)
+    progress, alarm = standing(run)
+    step, trainer = progress["step"], progress["trained_by"]
     read, problems = {}, []
     try:
         read = {entry["phase"]: entry for entry in consumption(run)}
     except InputError as error:
         problems += error.problems
-    trainer = trained_by(path)
-    alarm = stopping_alarm(run.events, step) if trainer is None else None
     checkpoints = {place.name: checkpoint_steps(place) for place in run.directory.places}
     steps = checkpoints["checkpoints"]
     if steps and trainer is None:
@@ -71,7 +69,7 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
         "path": str(path),
         "model": run.start["model"],
         "devices": next(event["devices"] for event in newest_first if event["event"] in TAKEN_UP),
-        "progress": _progress(run, step, row, trainer, alarm),
+        "progress": progress,
         "phases": [
             {
                 **phase,
@@ -96,12 +94,13 @@ def inspect_run(run: Run | str | os.PathLike) -> dict[str, Any]:
     }
 
 
-def _progress(
-    run: Run, step: int, row: Mapping[str, Any] | None, trainer: str | None, alarm: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """How far a run is: its record has reached `step`, the newest metrics are `row`, and `alarm` ended it, if any."""
+def standing(run: Run) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """The `progress` of `inspect_run`, and the alarm that ended the run, if any."""
     events, phases = run.events, run.plan["phases"]
-    return {
+    row, trainer = last_row(run.directory.path), trained_by(run.directory.path)
+    step = max(*(event["step"] for event in events), row["step"] if row else 0)
+    alarm = stopping_alarm(events, step) if trainer is None else None
+    progress = {
         "step": step,
         "total_steps": run.plan["total_steps"],
         "phase": next((phase["name"] for phase in phases if step < phase["end"]), phases[-1]["name"]),
@@ -122,6 +121,7 @@ def _progress(
         "diverged": run.diverged and verdict(run.diverged),
         "num_resumes": sum(event["event"] == "resume" and not event.get("begins_branch") for event in events),
     }
+    return progress, alarm
 
 
 def _stopped(alarm: Mapping[str, Any]) -> dict[str, Any]:

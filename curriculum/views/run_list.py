@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
+from curriculum.record.events import last_gold, number
+from curriculum.record.queries import standing_regressions
 from curriculum.record.wording import columns, loss, moment
 from curriculum.run import Run, load_run, runs_below
 from curriculum.run_directory import read_json
-from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection import standing
 from curriculum.views.inspection_text import state_text
 
 
 def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """For each run in a folder, in order of name, the facts of `inspect_run` that fit in a line, as plain data.
+    """For each run in a folder, in order of name, what of `inspect_run` fits in a line, as plain data.
 
     If a run's record cannot be read, `state` says why and the rest is None. Raises InputError if no record can be.
     """
@@ -28,19 +30,21 @@ def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
-        facts = inspect_run(run := load_run(path))
+        progress, _ = standing(run := load_run(path))
     except InputError as error:
         unknown = ("step", "total_steps", "val_loss", "val_bpb", "tokenizer", "gold_step", "regressed", "last_event_at")
         return dict.fromkeys(unknown) | {"state": error.problems[0]}
-    progress, gold, val = facts["progress"], facts["gold"], facts["evals"].get("val", {})
+    gold = last_gold(run.events)
+    # Not `inspect_run`: for a long run it takes many times as long to see what each of its many evals had.
+    val = next((event for event in reversed(run.events) if "val_bpb" in event), {})
     return {
         "step": progress["step"],
         "total_steps": progress["total_steps"],
-        "val_loss": val.get("loss"),
-        "val_bpb": val.get("bpb"),
+        "val_loss": number(val.get("val_loss")),
+        "val_bpb": number(val.get("val_bpb")),
         "tokenizer": _tokenizer_of(run),
         "gold_step": gold and gold["step"],
-        "regressed": sorted({pair["set"] for pair in facts["regressions"]}),
+        "regressed": sorted({pair["set"] for pair in standing_regressions(run.events)}),
         "last_event_at": progress["last_event_at"],
         "state": state_text(progress),
     }
