@@ -49,13 +49,19 @@ def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint
     """Every eval of every set, `val` the primary one; those with an average of the parameters as `<set>@<average>`."""
     points: dict[str, list[EvalPoint]] = {}
     for event in events:
-        if event["event"] != "eval":
-            continue
-        for name, measured in all_sets(event).items():
-            metrics = {metric: number(value) for metric, value in vars(measured).items()}
-            point = EvalPoint(step=event["step"], tokens=event["tokens_processed"], phase=event["phase"], **metrics)
-            points.setdefault(name, []).append(point)
+        if event["event"] == "eval":
+            for name, point in points_of(event).items():
+                points.setdefault(name, []).append(point)
     return points
+
+
+def points_of(event: Mapping[str, Any]) -> dict[str, EvalPoint]:
+    """Each set at one `eval` event, named as in `eval_points`."""
+    at = {"step": event["step"], "tokens": event["tokens_processed"], "phase": event["phase"]}
+    return {
+        name: EvalPoint(**at, **{metric: number(value) for metric, value in vars(measured).items()})
+        for name, measured in all_sets(event).items()
+    }
 
 
 def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

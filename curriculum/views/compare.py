@@ -19,8 +19,8 @@ import numpy as np
 
 from curriculum.errors import InputError, check_several
 from curriculum.find_checkpoint import is_step
-from curriculum.record.events import DamagedRun, config_name
-from curriculum.record.queries import EvalPoint, content_hashes, eval_points
+from curriculum.record.events import DamagedRun, config_name, eval_key, eval_sets
+from curriculum.record.queries import EvalPoint, content_hashes, points_of
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import listed, signed
 from curriculum.run import Run, left_out, load_runs, of_whole_runs
@@ -44,6 +44,7 @@ from evalsets.metrics import WindowResults, paired_by_text, paired_difference, s
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
 _SHOWN_NATS = 0.0001  # the last decimal that is shown
+_STAMP = {"step": "step", "tokens": "tokens_processed"}  # where an event has what evals are compared at
 _NOTHING_SHARED = (
     "no eval set can be compared: no two of these runs measured the same text where they are compared; expected two of "
     "them to have a set of the same documents; to add one, resume a run with --eval-dataset-dir NAME=DIR"
@@ -127,9 +128,11 @@ def _sides(runs: Sequence[Run]) -> tuple[list[_Side], tuple[str, ...]]:
     """The runs that have an eval, and the names of those that have none yet."""
     sides, unmeasured = [], []
     for name, run in zip(labels(runs), runs, strict=True):
-        points = {evalset: of_set for evalset, of_set in eval_points(run.events).items() if "@" not in evalset}
-        if points:
-            sides.append(_Side(name, run, points, content_hashes(run.events, points)))
+        evals = [event for event in run.events if event["event"] == "eval"]
+        alike = {tuple(event): event for event in evals}  # most evals measure the same sets
+        measured = dict.fromkeys(evalset for event in alike.values() for evalset in eval_sets(event))
+        if measured:
+            sides.append(_Side(name, run, evals, content_hashes(run.events, measured)))
         else:
             unmeasured.append(name)
     if len(sides) < 2:
@@ -140,8 +143,8 @@ def _sides(runs: Sequence[Run]) -> tuple[list[_Side], tuple[str, ...]]:
 def _sharing(sides: Sequence[_Side]) -> set[_Side]:
     """Those that measured a set that another one measured too, or documents of it."""
     sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
-    for name in dict.fromkeys(name for side in sides for name in side.points):
-        having = [side for side in sides if name in side.points]
+    for name in dict.fromkeys(name for side in sides for name in side.hashes):
+        having = [side for side in sides if name in side.hashes]
         if len({side.hashes[name] for side in having}) < 2:
             continue
         for first, other in combinations([side for side in having if side.texts(name) is not None], 2):
@@ -162,7 +165,7 @@ def _take_evals(
             side.take_last("step", math.inf if side.run.gold_step is None else side.run.gold_step)
         return None
     free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
-    shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
+    shortest = min(max(event[_STAMP[at]] for event in side.evals) for side in free)
     common = shortest if asked is None else asked
     for side in sides:
         of_base = side.name in base_steps
@@ -259,21 +262,27 @@ def labels(runs: Sequence[Run]) -> list[str]:
 class _Side:
     """A run under its name in the comparison, with the evals and the content hash of each set.
 
-    Evals are those of the raw parameters, not of their averages. A hash is None if the record has none. `last` are the
-    evals that enter the comparison, by set.
+    `evals` are events, of which few are looked into: a long run measures its sets a hundred thousand times. Averages of
+    the parameters do not count. A hash is None if the record has none. `last` are the evals that enter the comparison,
+    by set.
     """
 
     name: str
     run: Run
-    points: dict[str, list[EvalPoint]]
+    evals: list[dict[str, Any]]
     hashes: dict[str, str | None]
     last: dict[str, EvalPoint] = field(default_factory=dict)
     _files: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)  # by step: each is read once
 
     def take_last(self, at: str, most: float) -> None:
         """Take the last eval of each set at or before `most` tokens or steps; sets without one are left out."""
-        before = {name: [p for p in of_set if getattr(p, at) <= most] for name, of_set in self.points.items()}
-        self.last = {name: of_set[-1] for name, of_set in before.items() if of_set}
+        found: dict[str, EvalPoint] = {}
+        for event in reversed(self.evals):
+            if self.hashes.keys() <= found.keys():
+                break
+            if event[_STAMP[at]] <= most:
+                found = points_of(event) | found
+        self.last = {name: found[name] for name in self.hashes if name in found}
 
     def windows(self, name: str, point: EvalPoint) -> WindowResults:
         """The windows of a set at an eval. Raises InputError if they are not on file."""
@@ -292,9 +301,12 @@ class _Side:
 
     def texts(self, name: str) -> np.ndarray | None:
         """The documents of a set's last eval on file, a hash for each window; None if it does not tell them apart."""
+        if self.hashes[name] is None:
+            return None
         there = {path.name for _, path in self.run.directory.all_results()}
-        on_file = [p for p in self.points[name] if self.run.directory.results(p.step).name in there]
-        return self.windows(name, on_file[-1]).text_N if on_file and self.hashes[name] is not None else None
+        having = (event for event in reversed(self.evals) if eval_key(name, "bpb") in event)
+        on_file = next((event for event in having if self.run.directory.results(event["step"]).name in there), None)
+        return None if on_file is None else self.windows(name, points_of(on_file)[name]).text_N
 
 
 def _measured(side: _Side, name: str, between: Difference | None = None, verdict: str | None = None) -> RunOnSet:
