@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 from command_line import run_here
-from test_compare import branch, recipe_runs
+from related_runs import branch, recipe_runs
 from written_run import PHASES, command, offender, windows, without, write_run
 
 from curriculum.errors import InputError
