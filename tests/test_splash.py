@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curriculum.model.splash import splash_attention
+from curriculum.model.attention import splash_attention
 from curriculum.schema.mesh import MeshConfig
 from curriculum.train.mesh import make_mesh, on_each
 

@@ -1,4 +1,4 @@
-"""Plain attention: two batched products with the softmax between them, and their backward pass.
+"""Plain attention, two batched products with the softmax between them and their backward pass, and flash attention.
 
 Shape suffixes as in `curriculum.model.transformer`: M positions of all rows, F the width of all heads; P is a key head
 of a row, G the query heads that share it, Q a query of these; T and S positions of queries and keys, K the width of a
@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from curriculum.model.formulation import query_blocks
+from curriculum.model.formulation import LENGTH_STEPS, query_blocks
 from curriculum.model.layers import after
 
 
@@ -114,3 +114,46 @@ def _by_head(x_MF: jax.Array, num_rows: int, shape_PGTK: tuple[int, ...]) -> jax
     """The opposite of `flat`."""
     _, _, T, K = shape_PGTK
     return x_MF.reshape(num_rows, T, -1, K).transpose(0, 2, 1, 3).reshape(shape_PGTK)
+
+
+SPLASH_BLOCK = LENGTH_STEPS["splash"]  # the kernel takes blocks of a multiple of so many positions
+LARGEST_SPLASH_BLOCK = 512
+
+
+def splash_attention(
+    sliding_window: int | None,
+    query_BTHK: jax.Array,
+    key_BTJK: jax.Array,
+    value_BTJK: jax.Array,
+    documents_BT: jax.Array | None = None,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """mixed_BTHK of causal attention by jax's Pallas kernel for TPUs, without scores in the memory of the device.
+
+    T is a multiple of SPLASH_BLOCK; the queries are scaled already. `documents_BT`: int32, alike for the tokens of a
+    row that see each other. `interpret`: compute what the kernel does with jax's operations, on any backend and slowly.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    T, H = query_BTHK.shape[1:3]
+    if sliding_window is None:
+        mask = splash.CausalMask((T, T))
+    else:
+        mask = splash.LocalMask((T, T), window_size=(sliding_window - 1, 0), offset=0)
+    block = next(size for size in range(LARGEST_SPLASH_BLOCK, 0, -SPLASH_BLOCK) if T % size == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    attend = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * H),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        interpret=interpret,
+    )
+
+    def attend_row(query_THK, key_TJK, value_TJK, documents_T):
+        ids = None if documents_T is None else splash.SegmentIds(documents_T, documents_T)
+        query_HTK, key_JTK, value_JTK = (array.swapaxes(0, 1) for array in (query_THK, key_TJK, value_TJK))
+        return attend(query_HTK, key_JTK, value_JTK, segment_ids=ids).swapaxes(0, 1)
+
+    return jax.vmap(attend_row)(query_BTHK, key_BTJK, value_BTJK, documents_BT)

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from curriculum.model.attention import attend, causal_attention, flat
+from curriculum.model.attention import attend, causal_attention, flat, splash_attention
 from curriculum.model.formulation import attention_of, backend, layers_of, qkv_of
 from curriculum.model.layers import MLP, head_norm, linear, norm, side_by_side
 from curriculum.model.model import Placement
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import rope_angles
-from curriculum.model.splash import splash_attention
 
 Cache = dict[str, tuple[jax.Array, jax.Array]]  # by block: its keys and its values, [B, J, S, K] in compute_dtype
 
