@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from curriculum.data.held_out import eval_documents, split_store
 from curriculum.data.split import Split
-from curriculum.data.store import open_store
+from curriculum.data.store import TokenView, open_store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer
-from curriculum.data.view import TokenView
 from curriculum.errors import InputError
 
 EOT = 256

@@ -24,7 +24,7 @@ import numpy as np
 from results import in_turns, json_parser, report
 
 from curriculum.data.packing import Bins, pack
-from curriculum.data.view import TokenView
+from curriculum.data.store import TokenView
 from curriculum.train.device import tune_malloc
 from phases.batches import DataPlan, epoch_tokens
 from phases.declared import Curriculum

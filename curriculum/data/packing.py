@@ -17,7 +17,7 @@ import xxhash
 
 from curriculum.data.cache import build_once, digest, is_there
 from curriculum.data.sidecar import check_size, map_file, read_sidecar, write_sidecar
-from curriculum.data.view import TokenView
+from curriculum.data.store import TokenView
 from curriculum.errors import InputError
 from phases.batches import Rows
 
