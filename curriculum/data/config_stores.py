@@ -14,8 +14,7 @@ from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.packing import PackingConfig
 from curriculum.data.pieces import check_beginning
-from curriculum.data.prepare import find_store, prepare_store
-from curriculum.data.prepared import is_prepared
+from curriculum.data.prepare import find_store, is_prepared, prepare_store
 from curriculum.data.sources import SourceConfig
 from curriculum.data.split import Split, drop_overlap, parse_share
 from curriculum.data.store import Store

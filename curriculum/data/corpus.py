@@ -29,8 +29,7 @@ from curriculum.data.config_stores import (
 from curriculum.data.documents import empty_warnings, file_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes, num_first_windows
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
-from curriculum.data.prepare import find_tokenizer, prepare_store, prepare_tokenizer
-from curriculum.data.prepared import is_prepared
+from curriculum.data.prepare import find_tokenizer, is_prepared, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig, source_files
 from curriculum.data.split import LARGEST_OVERLAP, Split, overlapping
 from curriculum.data.store import Store, TokenView
