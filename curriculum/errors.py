@@ -5,6 +5,7 @@ import os
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,31 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     longer = [other for other in known if other.endswith(f"_{name}")]
     found = [*get_close_matches(name, known, 1, 0.8), *(longer if len(longer) == 1 else ())]
     return next(iter(found or get_close_matches(name, known, 1)), None)
+
+
+def checked_text(value: object, name: str) -> str:
+    """`value` if it is Unicode text; otherwise raises InputError, which calls it `name`."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} holds {type_name(value)}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} holds half a surrogate pair at character {error.start}; expected Unicode text"
+        ) from error
+    return value
+
+
+def type_name(value: object) -> str:
+    """The kind of a JSON value in words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def found_keys(keys: Iterable[str]) -> str:
+    """The first keys of a row, long ones cut, for an error message."""
+    shown = (key if len(key) <= 40 else key[:37] + "..." for key in islice(map(str, keys), 12))
+    return ", ".join(map(repr, shown)) or "no keys"
 
 
 def other_normalization(name: str, near: str) -> str:

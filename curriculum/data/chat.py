@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from curriculum.data.rows import checked_text, found_keys, type_name
-from curriculum.errors import FieldError, InputError
+from curriculum.errors import FieldError, InputError, checked_text, found_keys, type_name
 
 CONTENT = "{content}"
 ROLES = ("system", "user", "assistant", "tool")

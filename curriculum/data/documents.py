@@ -11,7 +11,6 @@ from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
-from curriculum.data.rows import type_name
 from curriculum.data.sources import (
     COLUMNAR,
     COMPRESSED,
@@ -25,7 +24,7 @@ from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tables import lacks_end
 from curriculum.data.tokenizers.tokenizer import Tokenizer
-from curriculum.errors import InputError
+from curriculum.errors import InputError, type_name
 
 MANY_EMPTY = 0.1  # share of a source's documents; fewer may be stray empty rows
 # Files that often hold rows, but are read as plain text.

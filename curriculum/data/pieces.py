@@ -13,7 +13,6 @@ from itertools import islice
 from typing import BinaryIO, NamedTuple
 
 from curriculum.data.chat import AS_TEXT, Stretch, Template, render, render_completion
-from curriculum.data.rows import checked_text, found_keys, type_name
 from curriculum.data.sources import (
     COLUMNAR,
     COMPRESSED,
@@ -25,7 +24,7 @@ from curriculum.data.sources import (
     suffix_of,
 )
 from curriculum.data.tables import ROWS_PER_BATCH, open_table
-from curriculum.errors import InputError, nearest, other_normalization
+from curriculum.errors import InputError, checked_text, found_keys, nearest, other_normalization, type_name
 
 # A plain-text file is read in pieces of about this size: with pieces of a megabyte malloc ends up keeping twice the
 # memory.

@@ -28,7 +28,6 @@ from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat
 from curriculum.data.pieces import check_rows
 from curriculum.data.progress import ConsoleProgress, Progress
-from curriculum.data.rows import type_name
 from curriculum.data.sources import SourceConfig, source_files, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
@@ -37,7 +36,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byt
 from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
 from curriculum.disk.durable import rename_whole
 from curriculum.disk.scratch import clear_killed, scratch
-from curriculum.errors import InputError, check_folder
+from curriculum.errors import InputError, check_folder, type_name
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
