@@ -78,7 +78,7 @@ def memory_estimate(
     `rows`: rows of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
     `moments_per_parameter`: float32 numbers that the optimizer keeps for each trained parameter on the device, 2 for
     AdamW; the mean if parameters differ. `fsdp`, `tensor`: sizes of the mesh axes, over which parameters, gradients,
-    moments and average are split as `curriculum.model.split` says; activations are counted whole. `update_bytes`:
+    moments and average are split as `curriculum.model.counts` says; activations are counted whole. `update_bytes`:
     temporaries of the optimizer's update.
     """
     attention = attention_of(model, backend, seq_len=seq_len, heads_split=tensor > 1)

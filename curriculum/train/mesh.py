@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, GetAttrKey
 
 from curriculum.errors import InputError
+from curriculum.model.counts import split_axes
 from curriculum.model.model import Model, Placement
-from curriculum.model.split import split_axes
 from curriculum.record.wording import mesh_text
 from curriculum.schema.mesh import MeshConfig
 
