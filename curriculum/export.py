@@ -19,7 +19,7 @@ from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary, reads_ot
 from curriculum.data.tokenizers.hf_writer import is_qwen, write_hf_tokenizer, write_json
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.disk.append import tell
-from curriculum.disk.scratch import clear_killed, scratch
+from curriculum.disk.durable import clear_killed, scratch
 from curriculum.errors import InputError, check_choice, check_folder
 from curriculum.find_checkpoint import architecture_at
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf

@@ -23,8 +23,8 @@ from curriculum.branch import _headed, _settled, branch
 from curriculum.branching.copy import copy_trunk
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
+from curriculum.disk.durable import scratch
 from curriculum.disk.manifest import damage, write_manifest
-from curriculum.disk.scratch import scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.parsing.yaml12 import read_yaml

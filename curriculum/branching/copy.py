@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
-from curriculum.disk.durable import rename_whole, write_whole
+from curriculum.disk.durable import clear_killed, rename_whole, scratch, write_whole
 from curriculum.disk.manifest import damage, update_manifest
-from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import MEAN_SIDECAR, checkpoint_steps, read_ledger
 from curriculum.record.board import Board

@@ -34,8 +34,7 @@ from curriculum.data.store import OPENED_VERSION, SIDECAR_NAME, Store, is_store,
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
-from curriculum.disk.durable import rename_whole
-from curriculum.disk.scratch import clear_killed, scratch
+from curriculum.disk.durable import clear_killed, rename_whole, scratch
 from curriculum.errors import InputError, check_folder, type_name
 
 # --- tokenizers ---------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ import numpy as np
 import xxhash
 
 from curriculum.config import Config
-from curriculum.disk.durable import rename_whole
+from curriculum.disk.durable import clear_killed, rename_whole, scratch
 from curriculum.disk.manifest import write_part_of
-from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError
 from curriculum.model.formats.hf import load_hf
 from curriculum.model.formats.hf_weights import hf_fingerprint
