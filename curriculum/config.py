@@ -24,7 +24,6 @@ from curriculum.run_directory import RunDirectory, telling_where_started
 from curriculum.schema.adaptation import AdaptationSection, with_shares
 from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS, TRAIN_CHECKS
 from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
-from curriculum.schema.mesh import MeshConfig
 from curriculum.schema.misplaced import with_places
 from curriculum.schema.sections import (
     AveragesSection,
@@ -32,6 +31,7 @@ from curriculum.schema.sections import (
     EvalSection,
     EvalSource,
     LoggingSection,
+    MeshConfig,
     OptimSection,
     TrainSection,
 )

@@ -27,7 +27,7 @@ from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.schema.adaptation import LINEAGE, find_base
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import abstract_on_mesh, make_mesh
 from curriculum.train.trainer import train

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_params, transformer
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.mesh import ROW_AXES, make_mesh, on_each, on_mesh
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import forward, head, transformer
 from curriculum.run import load_run
 from curriculum.sampling import GenerateSection, Sampling
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.mesh import make_mesh
 from curriculum.train.samples import beginnings
 from curriculum.train.trainer import train

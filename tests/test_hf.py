@@ -656,7 +656,7 @@ from curriculum.model.formats.hf_config import read_hf_config
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.transformer import transformer
 from curriculum.train.device import tune_device
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.mesh import abstract_on_mesh, make_mesh
 
 tune_device(None)

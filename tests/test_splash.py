@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from curriculum.model.attention import splash_attention
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.mesh import make_mesh, on_each
 
 ROOT = Path(__file__).parent.parent

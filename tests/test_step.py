@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.mesh import make_mesh, place_batch, place_state
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import clear_window, init_state, make_train_step, read_window, window_for

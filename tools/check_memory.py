@@ -20,7 +20,7 @@ from curriculum.model.lora import joined
 from curriculum.model.memory import kept_bytes, memory_estimate
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.mesh import make_mesh
 from curriculum.train.programs import needed_bytes
 

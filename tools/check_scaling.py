@@ -21,7 +21,8 @@ from results import write_json
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import ModelConfig
 from curriculum.record.wording import mesh_text
-from curriculum.schema.mesh import MeshConfig, uneven_rows
+from curriculum.schema.sections import MeshConfig
+from curriculum.schema.shapes import uneven_rows
 from curriculum.train.mesh import AXES, make_mesh
 from curriculum.train.programs import needed_bytes
 

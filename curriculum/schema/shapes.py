@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from curriculum.model.formulation import LENGTH_STEPS
 from curriculum.model.presets import ModelConfig, model_problems, resolve_model
-from curriculum.schema.mesh import uneven_rows
 from curriculum.schema.sections import TrainSection
 from phases.checks import check_lengths
 from phases.schedule import Phase
@@ -53,6 +52,17 @@ def row_problems(
         if problem := uneven_rows(cut.batch_size, cut.grad_accum, row_shards):
             phases_own = cut.accum_path.startswith("phases") and cut.batch_path.startswith("train")
             yield (cut.accum_path if phases_own else cut.batch_path), problem
+
+
+def uneven_rows(batch_size: int, grad_accum: int, row_shards: int) -> str | None:
+    """Why the rows of a micro-step cannot be cut into `row_shards` equal parts; None if they can."""
+    rows = batch_size // grad_accum
+    if rows % row_shards == 0:
+        return None
+    return (
+        f"got {batch_size} in {grad_accum} micro-steps of {rows} rows, expected rows that the mesh's data x fsdp "
+        f"({row_shards}) divides; change batch_size, grad_accum or mesh"
+    )
 
 
 def _check_micro_steps(v):

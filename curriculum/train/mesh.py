@@ -19,7 +19,7 @@ from curriculum.errors import InputError
 from curriculum.model.counts import split_axes
 from curriculum.model.model import Model, Placement
 from curriculum.record.wording import mesh_text
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")

@@ -17,7 +17,7 @@ from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
 from curriculum.saved_weights import Saved
 from curriculum.schema.adaptation import resolved_model
-from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import MeshConfig
 from curriculum.train.bases import whole_params
 from curriculum.train.device import cache_compiled, check_platform, tune_device
 from curriculum.train.mesh import abstract_on_mesh, make_mesh
