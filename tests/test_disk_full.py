@@ -21,7 +21,7 @@ from tiny_run import assert_same_run, tiny_data, tiny_train, write_corpus
 from curriculum.disk.append import Appender
 from curriculum.disk.manifest import damage
 from curriculum.run import load_run
-from curriculum.train.checkpoints.quiet import _of_write
+from curriculum.train.checkpoints.arrays import _of_write
 
 TRAIN = """
 import json, os, resource, signal, sys, time

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from curriculum.disk.append import is_disk_error
 from curriculum.errors import InputError, check_read_as_utf8
 from curriculum.find_checkpoint import check_there
 from curriculum.model.model import by_name
@@ -115,3 +118,26 @@ def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str,
             f"{folder}: array {name}: got {saved.get(name)}, expected {expected.get(name)}"
             f"{f' ({len(more)} more differ)' if more else ''}; use a checkpoint of this model and optimizer"
         )
+
+
+@cache
+def quiet_failed_saves() -> None:
+    """Suppress the tracebacks that orbax and tensorstore print of a failed save: who waits for it gets the error."""
+    logging.getLogger("absl").addFilter(lambda r: not ("orbax" in r.pathname and r.levelno >= logging.ERROR))
+    logging.getLogger("asyncio").addFilter(lambda r: not _of_write(r))
+    hook = sys.unraisablehook
+
+    def without_late(unraisable):
+        late = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+        if not late:
+            hook(unraisable)
+
+    sys.unraisablehook = without_late
+
+
+def _of_write(record: logging.LogRecord) -> bool:
+    """Whether it is of a write that nobody waited for: the disk refused it, or its folder, loop or Python was gone."""
+    error = record.exc_info and record.exc_info[1]
+    late = isinstance(error, FileNotFoundError) and ".saving" in str(error.filename)
+    at_end = isinstance(error, RuntimeError) and str(error).startswith("cannot schedule new futures after")
+    return "os_error_code" in record.getMessage() or late or at_end or is_disk_error(error)

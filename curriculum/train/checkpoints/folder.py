@@ -23,9 +23,8 @@ from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.run_directory import RunDirectory, link_or_copy, replaced_as, step_folders
-from curriculum.train.checkpoints.arrays import disk_error, in_turn, load_params
+from curriculum.train.checkpoints.arrays import disk_error, in_turn, load_params, quiet_failed_saves
 from curriculum.train.checkpoints.finite import check_finite
-from curriculum.train.checkpoints.quiet import quiet_failed_saves
 from curriculum.train.kept import jitted_by_shapes
 from curriculum.train.mesh import placed
 from curriculum.train.processes import together
