@@ -184,7 +184,6 @@ def _past(fork: _Fork, config: Config) -> Past:
 
 
 def _check_goes_on(setup: Setup, at: int) -> None:
-    """Raise InputError if a branch at `at` would have nothing left to train."""
     if setup.course.total_steps > at:
         return
     ends = f"the run ends at step {at}, where the branch begins"
@@ -333,7 +332,6 @@ def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -
 def _config(
     trunk: Run, overrides: Iterable[str], dataset_dirs: Iterable[str], eval_dataset_dirs: Iterable[str]
 ) -> Config:
-    """The trunk's config, with the options that it remembers and the new ones."""
     path = trunk.directory.own_config
     directories = {"dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
     if not path.exists():  # the run's config came from Python, not from a file

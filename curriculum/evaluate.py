@@ -154,7 +154,6 @@ def _read_before(
     store_dir: str | Path,
     tokenizer: Tokenizer,
 ) -> Iterator[str]:
-    """Warnings of what the runs that the model comes from were trained on of eval sets."""
     for past in runs:
         found, unknown = read_before(past, config, evalsets, store_dir, tokenizer)
         told = f"{past.name}, where the model comes from, was trained on"

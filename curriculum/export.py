@@ -169,7 +169,6 @@ def _template(directory: RunDirectory, ledger: Mapping[str, Any], step: int, tok
 
 @contextmanager
 def _refusals_told(output: Path) -> Iterator[None]:
-    """Raise InputError for what the disk refuses."""
     from safetensors import SafetensorError
 
     try:
@@ -257,7 +256,6 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
 def _write(
     folder: Path, kind: str, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    """Put the parameters, their config and the tokenizer into a folder, as other programs read them."""
     if kind == "gguf":
         _write_gguf(folder / "model.gguf", target, arrays, dtype, metadata)
         return

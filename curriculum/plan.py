@@ -177,7 +177,6 @@ def _model_of(config: Config, tokenizer: Tokenizer | None) -> ModelConfig | None
 
 
 def _rows(schedule: Schedule, epochs_of: Mapping[str, int | None]) -> Iterator[PlanRow]:
-    """A row for each source of each phase, in the order of `epochs_of`."""
     for phase, start, end in schedule.phase_bounds:
         read, after = schedule.read(start, end), schedule.cursors_at(end)
         total = sum(read.values())

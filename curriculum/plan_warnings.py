@@ -194,7 +194,6 @@ def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
 
 
 def _shapes_that_do_nothing(config: Config) -> Iterator[str]:
-    """Warnings of shape settings that change nothing, or more than may be meant."""
     if config.optim.scale_lr_by_batch and not any(
         phase.batch_size not in (None, config.train.batch_size) for phase in config.phases
     ):
@@ -319,7 +318,6 @@ def _left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iter
 
 
 def _unsplit_vocabulary(config: Config, model: ModelConfig) -> Iterator[str]:
-    """A warning if `mesh.tensor` does not divide the vocabulary."""
     tensor, rows = config.mesh.tensor, model.vocab_size
     if tensor < 2 or rows % tensor == 0:
         return

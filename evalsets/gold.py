@@ -341,5 +341,4 @@ def _apart(value: float, threshold: float, digits: int) -> tuple[str, str]:
 
 
 def _shown(name: str) -> str:
-    """An eval set's name in the record."""
     return "val" if name == PRIMARY else name

@@ -329,7 +329,6 @@ def _sem(sem_item: np.ndarray, jitter: np.ndarray) -> np.ndarray:
 
 
 def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
-    """The standard error if the jitter is not measured."""
     return _sem(sem_item, UNMEASURED * sem_item)
 
 

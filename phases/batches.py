@@ -225,7 +225,6 @@ def _plain_rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int
 
 
 def _rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int | None) -> Rows:
-    """The rows of a batch from streams of any kind."""
     shape = len(draws.source), length
     rows = Rows(*(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32)))
     for source in np.unique(draws.source).tolist():

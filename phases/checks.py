@@ -56,7 +56,6 @@ def _check_mixture(mixture: Mapping[str, float], path: str, sources: Collection[
 
 
 def _check_numbers(phase: Phase, path: str) -> Iterator[tuple[str, str]]:
-    """Problems of the rates and sizes of a phase's own, where it has any."""
     program = phase.lr
     if program is not None:
         if program.peak is not None and not LEAST_RATE <= program.peak <= MOST_RATE:

@@ -213,7 +213,6 @@ def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable
 
 
 def _check_end(declared: Declared, start: int, end: int, total_steps: int) -> None:
-    """Raise ScheduleError if a phase that starts at `start` cannot end at `end`."""
     if end <= start:
         message = f"ends at step {end} but starts at step {start}; ends must increase from phase to phase"
     elif end > total_steps:
@@ -226,7 +225,6 @@ def _check_end(declared: Declared, start: int, end: int, total_steps: int) -> No
 
 
 def _check_past(past, total_steps, longest) -> Iterator[tuple[str, str]]:
-    """Problems where the past contradicts what is declared now."""
     if not past:
         return
     if (end := past[-1].end) > total_steps:

@@ -125,7 +125,6 @@ def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:
 def _copy_checkpoint(
     to: Path, checkpoint: Path, changed: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Take over a checkpoint, with `changed` and `rollbacks` in its ledger."""
     link_or_copy(to, checkpoint)
     saved = read_ledger(checkpoint)
     history = {**saved["history"], "rollbacks": list(rollbacks)}

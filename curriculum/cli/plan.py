@@ -99,7 +99,6 @@ def table(p: Plan) -> list[str]:
 
 
 def _rows(p: Plan) -> list[str]:
-    """The table of what each phase reads."""
     rates, ramps = dict(p.rates), {phase["name"]: _ramps(phase) for phase in p.phases}
     rows = [("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")]
     for name, of_phase in groupby(p.rows, key=lambda row: row.phase):
@@ -114,7 +113,6 @@ def _rows(p: Plan) -> list[str]:
 
 
 def _ramps(phase: dict[str, Any]) -> str:
-    """The ramp that a phase begins with, and those that an edit gave it."""
     ramps = [f"ramp {phase['ramp_steps']:,}"] if phase["ramp_steps"] else []
     edited = (turn for turn in phase.get("remixed", ()) if "ramp_end" in turn)
     ramps += [f"from step {turn['step']:,} a ramp to step {turn['ramp_end']:,}" for turn in edited]
@@ -122,7 +120,6 @@ def _ramps(phase: dict[str, Any]) -> str:
 
 
 def _going_on(p: Plan) -> list[str]:
-    """Lines on where a run resumes, and what the config changes."""
     run, step, lr, edit = (p.resumes[key] for key in ("run", "step", "lr", "edit"))
     if p.resumes["complete"] and lr is None:
         return [f"{run} is finished: {step:,} of {p.total_steps:,} steps; nothing is left to train"]
@@ -153,7 +150,6 @@ def _checkpoints(checkpoints: dict[str, Any]) -> str:
 
 
 def _trained(p: Plan, start: int, end: int) -> str:
-    """How much of a phase is trained already."""
     step = 0 if p.resumes is None else p.resumes["step"]
     if step <= start:
         return ""

@@ -96,7 +96,6 @@ def _warn(warnings: Iterable[str]) -> None:
 
 
 def _tell(corpus: Corpus, config: Config) -> None:
-    """A line on the tokenizer, each source and each eval set."""
     from curriculum.record.events import record_name
 
     click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")

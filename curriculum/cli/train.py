@@ -80,7 +80,6 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, join_
 
 
 def _tell(name: str, done: dict[str, Any]) -> None:
-    """Print what a dry run found."""
     from curriculum.record.events import record_name
     from curriculum.record.wording import mesh_text, size_text
 

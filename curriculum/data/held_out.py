@@ -124,7 +124,6 @@ def _num_windows(document: EvalDocument, seq_len: int) -> int:
 
 
 def _read(store: Store, documents: np.ndarray) -> Iterator[EvalDocument]:
-    """Documents of a store, in the order given."""
     try:
         for count, document in enumerate(documents.tolist(), start=1):
             record = store.documents[document]

@@ -238,7 +238,6 @@ _IN_UTF_8 = "expected one object per line, in UTF-8; convert the file, or leave 
 
 
 def _decoded(line: bytes, source: SourceConfig, where: str) -> dict:
-    """The object of a line of JSON."""
     try:
         row = _ROW.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -259,7 +258,6 @@ def _decoded(line: bytes, source: SourceConfig, where: str) -> dict:
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if its name says that it is compressed."""
     compression = COMPRESSED.get(os.path.splitext(file.path.lower())[1])
     if compression is None:
         with open(file.path, "rb") as stream:

@@ -373,7 +373,6 @@ def _verified(store: Store, store_dir: Path) -> Store:
 def _store_directory(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
 ) -> Path:
-    """The folder where a source's store lies or will lie."""
     # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
     version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION

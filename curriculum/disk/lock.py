@@ -123,7 +123,6 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _holder(path: Path, what: str) -> str:
-    """Who holds a lock, as far as its file says."""
     try:
         holder: Any = json.loads(path.read_text(encoding="utf-8"))
         return what.format(**holder)

@@ -51,7 +51,6 @@ def scaled(logits_BV: jax.Array, knobs: DrawKnobs) -> jax.Array:
 
 
 def _kept(scaled_BV: jax.Array, knobs: DrawKnobs) -> jax.Array:
-    """Which ids all filters keep, as bool."""
     order_BV, odds_BV = _order(scaled_BV), jnp.exp(scaled_BV)
 
     def holds_top_k(t_B1: jax.Array) -> jax.Array:

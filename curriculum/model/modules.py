@@ -84,7 +84,6 @@ class Transformer(nnx.Module):
         rows: Rows,
         placement: Placement,
     ) -> jax.Array:
-        """All blocks, one after the other in a loop over their stacked arrays."""
         params = [blocks[name] for name in sorted(blocks)]
         has_rope = self.config.has_rope(0)
 

@@ -311,7 +311,6 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
 
 
 def _number_problems(section: ModelSection) -> Iterator[tuple[str, str]]:
-    """Numbers of a section that are out of their range."""
     for name in (*_SIZES, "vocab_size", "num_ids", "d_head", "no_rope_every", "sliding_window"):
         size, largest = getattr(section, name), MOST_LAYERS if name == "n_layer" else LARGEST_SIZE
         if size is not None and not 1 <= size <= largest:
@@ -339,7 +338,6 @@ def _vocab_problems(section: ModelSection, vocab_size: int | None) -> Iterator[t
 
 
 def _head_problems(config: ModelConfig) -> list[tuple[str, str]]:
-    """What does not fit between the numbers of heads and their width."""
     n_head, d_model, d_head = config.n_head, config.d_model, config.d_head
     problems = []
     is_odd = config.pos_encoding == "rope" and config.head_width % 2

@@ -91,7 +91,6 @@ def _expected(kind: Any, given: Any) -> str:
 
 
 def _within(limits: Limits, kind: type, given: Any, path: str, problems: Problems) -> Any:
-    """Read `given` as a number of this kind that keeps within the limits."""
     wrong: Problems = []
     number = read(kind, given, path, wrong)
     if not wrong and (expected := limits.broken_by(number)):
@@ -111,7 +110,6 @@ def _form(kind: type, given: Any) -> str:
 
 
 def _brief(kind: Any) -> str:
-    """What a value of a mapping looks like."""
     return f"{{{field_key(dataclasses.fields(kind)[0].name)}: ...}}" if dataclasses.is_dataclass(kind) else "..."
 
 

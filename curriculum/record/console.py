@@ -218,7 +218,6 @@ class Console:
             yield f"               {tensorboard_link(self._run_dir)}"
 
     def _risen(self, event: dict[str, Any]) -> Iterator[str]:
-        """The lines on sets that are worse at the end than they were."""
         forgotten, not_judged, told = [], [], set()
         for name, of_set in event["transfer"]["sets"].items():
             lost = of_set["forgetting"]

@@ -178,7 +178,6 @@ class WandbLog:
             self._log_before(event)
 
     def _log_before(self, event: dict[str, Any]) -> None:
-        """Log what the record has from before an event."""
         # A line that is broken was told of as the run was taken up. What else is damaged ends no training either.
         passed_over = suppress(InputError, KeyError, TypeError, ValueError)
         before = []
@@ -208,7 +207,6 @@ def _kept_id(path: Path) -> str | None:
 
 
 def _new_id(path: Path) -> str:
-    """A new wandb id, which is kept."""
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id

@@ -149,7 +149,6 @@ def _check_held_out(v):
 
 
 def _to_hold_out(evalset, v):
-    """The fix for an eval set whose source holds nothing out."""
     origin, path = v["origin"], f"sources.{evalset.held_out_of}"
     option = origin.options.get(path, "")
     if again := origin.lost(path).get("held_out"):

@@ -125,7 +125,6 @@ class Compiled:
         return update if frozen is None else partial(update, frozen=frozen)
 
     def _warm(self, shape: StepShape, update: Callable[..., TrainState]) -> None:
-        """Run an update once, on zeros."""
         mesh, like = self._states.mesh, self._states.like
         num_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(like))
         if mesh.size > 1 or num_bytes > WARMED_BYTES:  # no second program may run collectives beside the run's

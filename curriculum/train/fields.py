@@ -241,7 +241,6 @@ def _rounded(nats: Any) -> float | None:
 
 
 def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
-    """The recorded metrics of each set, rounded to six decimals."""
     fields: dict[str, float | None] = {}
     for name, summary in summaries.items():
         for metric in RECORDED:

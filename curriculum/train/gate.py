@@ -94,7 +94,6 @@ def _veto(what: str, stderr: str = "") -> GateVerdict:
 
 
 def _end(file: Any) -> str:
-    """The last characters of a file, on one line."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * _END_CHARACTERS))
     return _one_line(file.read().decode("utf-8", "replace"))
 

@@ -232,7 +232,6 @@ def _check_architecture(model: Model) -> None:
 
 
 def _mesh_of(config: Config) -> Mesh:
-    """The mesh of a config. Raises InputError with its place in the file."""
     try:
         return make_mesh(config.mesh)
     except InputError as error:
@@ -256,7 +255,6 @@ def check_same_config(config: Config, **asked: Any) -> None:
 
 
 def _keys(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys of each section, and each phase, with their values."""
     for section, value in sections.items():
         if isinstance(value, Mapping):
             yield from ((f"{section}.{key}", part) for key, part in value.items())
@@ -293,7 +291,6 @@ def _program(house: Path) -> dict[str, str]:
 
 
 def _code(house: Path) -> str:
-    """A digest of the code."""
     code = xxhash.xxh3_64()
     for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
         code.update(path.read_bytes())

@@ -108,7 +108,6 @@ def eval_figures(
 
 
 def _key(points: Mapping[str, Sequence[EvalPoint]], kinds: Set[str], has_turns: bool) -> str:
-    """What the bands, lines and marks of the figures mean."""
     key = "Loss in nats per token. Bands: ± 1.96 standard errors over the choice of held-out text."
     if kinds:
         key += f" {', '.join(look for kind, look in _MARKS.items() if kind in kinds)}."

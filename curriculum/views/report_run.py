@@ -97,7 +97,6 @@ def _figures_of(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _regressed(facts: Mapping[str, Any]) -> tuple[str, Any, Any]:
-    """The tile of the sets that are worse now."""
     worse = sorted({pair["set"] for pair in facts["regressions"]})
     warned = [name for name, e in facts["evals"].items() if e["warned"]]
     value, below = ", ".join(worse), []

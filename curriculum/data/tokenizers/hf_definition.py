@@ -124,7 +124,6 @@ class ParsedDefinition:
             )
 
     def _wrong_token(self) -> str | None:
-        """What is wrong with the first token that has no name or no id, if there is one."""
         for name, token in self.vocabulary.items():
             if not isinstance(name, str):
                 return f"token {name!r} is not text; restore it"
@@ -133,7 +132,6 @@ class ParsedDefinition:
         return None
 
     def _flags_of(self, added: dict[str, Any]) -> Iterator[str]:
-        """The problem of an added token's flags, if they have one."""
         flags = [flag for flag in ("lstrip", "rstrip") if added.get(flag)]
         why = "white space beside it would be dropped"
         if not flags and self.before_prefix is not None:

@@ -205,7 +205,6 @@ def _layout(architecture: str, arrays: Mapping[str, np.ndarray], num_rows: int) 
 
 
 def _value(tensor: _Tensor, architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The float32 content of a tensor."""
     found = []
     for source in tensor.sources:
         array = np.asarray(arrays[source], np.float32)

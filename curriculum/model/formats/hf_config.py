@@ -219,7 +219,6 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
 
 
 def _ropes(keys: _Keys, num_layers: int) -> list[bool]:
-    """Whether each layer has rope."""
     given = keys.data.get("no_rope_layers")
     if given is None:
         every = keys.read("no_rope_layer_interval", _SIZE, 4)

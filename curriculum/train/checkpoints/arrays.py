@@ -106,7 +106,6 @@ def abstract_on_host(shapes: Any) -> Any:
 
 
 def _described(tree: Any) -> dict[str, str]:
-    """Type and shape of each array by its dotted name."""
     return {name: f"{array.dtype} {list(array.shape)}" for name, array in by_name(tree).items()}
 
 

@@ -41,7 +41,6 @@ def check_finite(state: TrainState) -> None:
 
 @jitted_by_shapes
 def _finite(tree: Any) -> jax.Array:
-    """Whether each leaf is finite everywhere."""
     return jnp.stack([_finite_leaf(leaf) for leaf in jax.tree.leaves(tree)])
 
 

@@ -174,7 +174,6 @@ def _adapters_changed(ours: Mapping[str, Any] | None, its: Mapping[str, Any] | N
 
 
 def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
-    """Changed settings of the optimizer and the packing, and a changed tokenizer."""
     optimizer = state_layout(found.config.optim)
     for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:

@@ -168,7 +168,6 @@ def of_past(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _train_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Changes to train's shape, if finished phases have none of their own."""
     for key in ("batch_size", "seq_len"):
         trained, got = (declared["train"][key] for declared in (contrast.was, contrast.now))
         of_train = [n for n in contrast.kept if contrast.old[n][key] is None and contrast.new[n][key] is None]
@@ -179,7 +178,6 @@ def _train_changed(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _order_changed(contrast: Contrast) -> Iterator[Problem]:
-    """New phases among the trained ones, and a changed order of the trained ones."""
     stood, stand = (contrast.declared_first(declared) for declared in (contrast.was, contrast.now))
     for i, name in enumerate(stand):
         if name in contrast.over and name not in contrast.old:
@@ -196,7 +194,6 @@ def _order_changed(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Finished phases that are gone or changed."""
     place = {name: i for i, name in enumerate(contrast.new)}
     for name, (start, end) in contrast.over.items():
         if name not in contrast.old:
@@ -233,7 +230,6 @@ def _fields_changed(contrast: Contrast, name: str) -> Iterator[str]:
 
 
 def _replay_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Changed shares of replay that finished phases were trained with."""
     before, after = (declared["adaptation"]["replay"] for declared in (contrast.was, contrast.now))
     for source in {**before, **after}:
         share, trained = after.get(source), before.get(source)
