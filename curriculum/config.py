@@ -256,10 +256,7 @@ def build_config(
 
 
 def _plain_data(data: Mapping[str, Any], origin: Origin) -> tuple[dict, Problems]:
-    """The data as YAML has it, with variables replaced, and what is wrong with these.
-
-    Raises InputError for what YAML has not.
-    """
+    """(data as YAML has it, variables replaced; problems of variables). Raises InputError for what YAML has not."""
     problems: Problems = []
     data = _as_yaml(data, "", problems)
     if problems:

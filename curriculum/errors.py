@@ -80,10 +80,7 @@ def check_several(name: str, given: Any) -> None:
 
 
 def check_folder(name: str, given: Any) -> None:
-    """Raise InputError unless the path of a folder is given; one that begins with `~`, as a shell replaces it, is not.
-
-    An empty text would be the working folder.
-    """
+    """Raise InputError unless the path of a folder is given: not empty, and not with `~`, which a shell replaces."""
     path = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
     if path and path.split(os.sep)[0] != "~":
         return

@@ -175,10 +175,7 @@ def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str])
 
 
 def _names(config: Config, sets: Iterable[str] | None, new: Iterable[str]) -> list[str]:
-    """The eval sets to measure, by their names in the config: `sets`, by default all, and the `new` ones.
-
-    `sets` may call the primary one `val`, as records do.
-    """
+    """The names in the config of `sets`, by default all, and of the `new` ones; `val` may stand for the primary set."""
     if sets is None:
         return list(config.eval_sources)
     known = [record_name(name) for name in config.eval_sources]

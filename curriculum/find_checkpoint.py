@@ -106,10 +106,7 @@ def _gold_step(
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
-    """(step at which the phase ended, folder of the arrays) of a phase's mean.
-
-    Raises InputError if there is none or it is damaged.
-    """
+    """(last step of the phase, folder of the arrays) of a phase's mean. Raises InputError if missing or damaged."""
     if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{MEAN_SIDECAR}")}):
         names = ", ".join(sorted(there)) or "none"
         raise InputError(

@@ -44,10 +44,7 @@ class Loaded:
         return replace(sampling, stop=(*sampling.stop, closing)) if closing else sampling
 
     def prompts(self, texts: Iterable[str], chat: bool = False) -> list[Prompt]:
-        """The texts as prompts, with `chat` as what users say.
-
-        Raises InputError with every text that the tokenizer cannot represent.
-        """
+        """The texts as prompts, with `chat` as what users say. Raises InputError for text without ids."""
         check_several("prompts", texts)
         prompts, problems = [], []
         for number, text in enumerate(texts, start=1):

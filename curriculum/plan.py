@@ -242,10 +242,7 @@ def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int, first
 
 
 def _checkpoint_bytes(config: Config, model: ModelConfig) -> int | None:
-    """Bytes of a checkpoint's parameters, moments and moving average on all devices together.
-
-    None for an optimizer of one's own.
-    """
+    """Bytes of parameters, moments and average on all devices together; None for an optimizer of one's own."""
     moments = _moments_per_parameter(config.optim, model, {})
     if moments is None:
         return None

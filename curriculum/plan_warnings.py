@@ -107,10 +107,7 @@ def _few_to_average(config: Config, schedule: Schedule, trained: int) -> Iterato
 
 
 def much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A warning for each source of which most is kept out of training, or far more than `held_out` asks for.
-
-    `details` are those of a corpus.
-    """
+    """A warning for each source of which most, or far more than `held_out` asks for, is kept out of training."""
     for name, of_source in details.items():
         if of_source["dropped_documents"]:  # they are among what is kept out
             continue

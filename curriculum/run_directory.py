@@ -98,10 +98,7 @@ class RunDirectory:
         return self.resolved()["command_line"] if self.has_config else []
 
     def resolved(self) -> dict[str, Any]:
-        """The run's config with every default filled in, and what was derived from it.
-
-        Raises InputError if it cannot be read or lacks a section.
-        """
+        """The config with every default, and what was derived from it. Raises InputError if it cannot be read."""
         resolved = read_json(self.resolved_config)
         if missing := [key for key in _SECTIONS if key not in resolved]:
             raise InputError(
@@ -231,10 +228,7 @@ def step_folders(place: Path) -> dict[int, Path]:
 
 
 def names_in(place: Path) -> list[str]:
-    """The names in a folder, none if it does not exist.
-
-    Raises InputError if it cannot be listed, which must not pass for an empty folder.
-    """
+    """The names in a folder, none if it does not exist. Raises InputError if it cannot be listed."""
     with readable(place, "listed"):
         try:
             return os.listdir(place)

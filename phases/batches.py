@@ -53,10 +53,7 @@ class RowStream(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """A `RowStream` of consecutive tokens; `scored` says of each token whether it is scored (None: all are).
-
-    `eot` and `bos` are as in `document_ids`.
-    """
+    """A `RowStream` of consecutive tokens; `scored` marks those scored (None: all); eot, bos as in `document_ids`."""
 
     tokens: Sequence[int]
     eot: int
@@ -132,10 +129,7 @@ class DataPlan:
                     raise ValueError(f"source {name}: got no block of {block_tokens} tokens, expected at least one")
 
     def draws(self, first_step: int, num_steps: int = 1) -> list[Draws]:
-        """The rows of each of `num_steps` batches from `first_step` on, at random access.
-
-        Many steps in one call cost a fraction of one call per step.
-        """
+        """The rows of `num_steps` batches from `first_step` on, at random access; far cheaper than step by step."""
         by_step: list[Draws] = []
         step, end = first_step, first_step + num_steps
         while step < end:

@@ -125,10 +125,7 @@ def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, Source
 
 
 def _within_cap(goal: EpochGoal, supply: SourceSupply) -> bool:
-    """Whether the goal asks for no more epochs than the cap. In tokens, the goal is rounded up and the cap down.
-
-    Both are None if the source's size is.
-    """
+    """Whether the goal is within the cap, in tokens rounded up and down, which are both None if the size is unknown."""
     return supply.cap_tokens is not None and goal.tokens <= supply.cap_tokens + 1
 
 

@@ -103,10 +103,7 @@ def _add_phases(
     problems: list[tuple[str, str]],
     warnings: list[str],
 ) -> bool:
-    """Append the segments of these phases to `segments`; False if one of them cannot be resolved, or not yet.
-
-    Appends to `problems` and `warnings` too.
-    """
+    """Append the phases' segments, problems and warnings; False if a phase cannot be resolved, or not yet."""
     stopped = False
     for declared in phases:
         if stopped:

@@ -371,10 +371,7 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same data in as few segments as possible: one that continues the order of the one before is merged into it.
-
-    The fields in NOT_DATA are reset.
-    """
+    """The same data in the fewest segments: those that continue an order are merged, the fields in NOT_DATA reset."""
     out: list[Segment] = []
     for segment in segments:
         segment = replace(segment, **NOT_DATA)

@@ -163,10 +163,7 @@ def _sweep(parent: Path, locks: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, wait_message: str | None) -> Iterator[bool]:
-    """Hold the lock of a file and yield True.
-
-    If another process holds it: print `wait_message` and wait, or yield False if that is None.
-    """
+    """Yield True with a file's lock held. Else print `wait_message` and wait, or yield False if that is None."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -51,10 +51,7 @@ def documents_of(sources: Sequence[SourceConfig], template: Template) -> Documen
 
 
 def given_documents(documents: Iterable[str] | Iterable[list[dict]], template: Template | None) -> Documents:
-    """Documents from an iterator, as `document_pieces` takes them.
-
-    Raises InputError for a single text, a mapping, or what cannot be iterated over.
-    """
+    """Documents from an iterator. Raises InputError for a single text, a mapping, or what cannot be iterated over."""
     if isinstance(documents, str):
         raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
     if isinstance(documents, Mapping) or not np.iterable(documents):

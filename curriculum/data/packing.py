@@ -161,10 +161,7 @@ class Bins:
     bos: int | None = None
 
     def read(self, offsets_R: np.ndarray, length: int) -> Rows:
-        """For each offset the `length` slots from there on, all of one bin.
-
-        The P pieces of all their bins are placed at once, then copied one by one.
-        """
+        """For each offset the `length` slots from there on, all of one bin."""
         index_R, within_R = np.divmod(offsets_R, self.block_tokens)
         stops_R = self.bins[index_R].astype(np.int64)
         firsts_R = np.where(index_R > 0, self.bins[index_R - 1], 0).astype(np.int64)

@@ -37,10 +37,7 @@ class Split:
 
 
 def parse_share(held_out: str | float | None) -> float:
-    """`held_out` as a share: "1%" is 0.01, a number is itself, None is 0.
-
-    Raises ValueError for anything else and for a share outside [0, 1).
-    """
+    """`held_out` as a share: "1%" is 0.01, None is 0. Raises ValueError for other values and shares outside [0, 1)."""
     if held_out is None:
         return 0.0
     expected = f'expected a share such as "1%" or 0.01, at least 0 and below 1; got {held_out!r}'

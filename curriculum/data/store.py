@@ -224,10 +224,7 @@ class Store:
         return start + first, start + last
 
     def view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView:
-        """The kept documents, concatenated; without arguments the whole stream.
-
-        With `cut`, only the first cut[1] tokens of the kept document cut[0].
-        """
+        """The kept documents (by default all), concatenated; of document cut[0] only the first cut[1] tokens."""
         return TokenView(self.shards, *self._spans(keep_N, cut))
 
     def scored_view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView | None:

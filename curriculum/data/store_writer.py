@@ -93,10 +93,7 @@ class StoreWriter:
         self._text_bytes = self._scored_bytes = 0
 
     def finish(self, source: str, tokenizer: Tokenizer, chat: dict[str, str | None] | None = None) -> None:
-        """Write the sidecar. `chat`: the templates by role, if the documents are conversations.
-
-        Raises InputError if no document was added.
-        """
+        """Write the sidecar, with the templates of conversations. Raises InputError if no document was added."""
         self.close()
         if self.num_documents == 0:
             skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""

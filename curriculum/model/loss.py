@@ -52,10 +52,7 @@ def sum_nats(
     segment_ids_BT: jax.Array | None = None,
     keys_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(sum of nats over the targets in the loss mask, nats_B: the same sum by row); float32.
-
-    Only the first has a gradient.
-    """
+    """(float32 sum of nats over the targets in the loss mask, the same by row); only the first has a gradient."""
     features_BTD = model.forward(params, inputs_BT, segment_ids_BT, keys_B)
     if model.head is None:
         nats_BT = _scores(features_BTD.astype(jnp.float32), model.num_ids, targets_BT)["nats"]

@@ -30,10 +30,7 @@ REMAT_POLICIES = {
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks and last norm; the blocks are alike and are passed in.
-
-    `head`, None if tied, is only held here: the caller of `forward` multiplies by it.
-    """
+    """Embedding, last norm and `head` (None if tied), which `forward` does not apply; the blocks are passed in."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         learned, tied = config.pos_encoding == "learned", config.tie_embeddings

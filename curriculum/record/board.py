@@ -234,10 +234,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool
 
 
 def _scalars(values: dict[str, float]) -> list[Summary.Value]:
-    """A scalar for each value, by its tag.
-
-    TensorBoard's default data server silently drops doubles, so these are float32.
-    """
+    """A scalar for each value, by its tag; float32, as TensorBoard's default data server silently drops doubles."""
     return [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
 
 

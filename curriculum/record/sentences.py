@@ -216,10 +216,7 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
 
 
 def what_changed(pair: Mapping[str, Any]) -> list[str]:
-    """What changed in training since the baseline of an offender.
-
-    That is the mixture, the shape of updates, a learning rate that rose, and what was read again.
-    """
+    """What changed in training since the baseline of an offender: mixture, shape, a rate that rose, what was reread."""
     moves = share_moves(pair["mixture_change"])
     moves += _shape_changes(pair.get("shape_change", {}))  # older runs say neither this nor what follows
     if raised := pair.get("rate_rise"):

@@ -305,10 +305,7 @@ def _hf_base(folder: Path, given: str) -> HfBase:
 
 
 def _noted_lineage(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """The lineage in the metadata of weights; None if there is none, or none in the form that `export` writes.
-
-    The folder may come from anybody.
-    """
+    """The lineage in the metadata of weights, which anybody may have written; None if not in the form of `export`."""
     try:
         noted = lineage = json.loads(metadata.get(LINEAGE, "null"))
         while lineage is not None:

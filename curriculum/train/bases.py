@@ -38,10 +38,7 @@ DIGEST = "frozen"  # the digest's key in a lineage
 
 
 def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base | HfBase:
-    """What a run first began from, for a run that has to begin anew.
-
-    Raises InputError if it is gone, damaged or changed.
-    """
+    """What a run first began from, to begin anew. Raises InputError if it is gone, damaged or changed."""
     parts = ("params/", "train/") if lineage["keep_optimizer"] else "params/"
     base = found_by_first(partial(found_again, lineage), parts)
 

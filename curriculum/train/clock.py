@@ -27,10 +27,7 @@ class TrainClock:
 
     @contextmanager
     def paused(self, state: TrainState):
-        """Exclude a block from training time. First waits for the updates under way, whose time counts as training.
-
-        Does nothing inside another pause.
-        """
+        """Exclude a block from training time, after waiting for the updates under way. May be nested."""
         if self._running_since is None:
             yield
             return
@@ -75,10 +72,7 @@ class TrainClock:
         self._switch_s = time.perf_counter() - started
 
     def take(self) -> tuple[int, float, dict[str, float]]:
-        """(updates, seconds) since the last call, and what is reported once: the compile time, a switch's stall.
-
-        Not to be called inside a pause.
-        """
+        """(updates, seconds) since the last call, and the compile time or stall once. Not within a pause."""
         now = time.perf_counter()
         steps, seconds = self._steps, self._seconds + now - self._running_since
         once = {}

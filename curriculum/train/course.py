@@ -197,10 +197,7 @@ class Course:
         self._replan(schedule, cut(schedule.segments, until))
 
     def _replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
-        """Switch to another schedule of the same sources, dropping batches made ahead.
-
-        `past`: the part of the schedule that does not come from the config.
-        """
+        """Switch to another schedule of the same sources, dropping batches made ahead."""
         self.feed.close()  # waits, so that no batch mixes two schedules
         self._follow(schedule, replace(self.past, segments=tuple(past)))
 

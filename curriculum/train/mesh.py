@@ -82,10 +82,7 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:
-    """The devices of a mesh, for the record: platform, kind, number, and the size of each axis.
-
-    The number of processes is included if it is more than one.
-    """
+    """Platform, kind and number of a mesh's devices and the sizes of its axes, for the record; processes if several."""
     device, processes = mesh.devices.flat[0], {d.process_index for d in mesh.devices.flat}
     return {
         "platform": device.platform,
@@ -149,10 +146,7 @@ def place_state(mesh: Mesh, state: Any) -> Any:
 
 
 def constrain(mesh: Mesh, tree: Any) -> Any:
-    """Inside a compiled function: lay out a tree, such as gradients, as `state_shardings` says.
-
-    Without it the compiler may keep all of the tree on every device.
-    """
+    """Inside a compiled function: lay out a tree as `state_shardings` says; else every device may keep all of it."""
     return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
 
 

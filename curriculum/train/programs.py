@@ -29,10 +29,7 @@ SETTINGS = (
 
 
 class StepShape(NamedTuple):
-    """What is compiled into an update: A micro-steps of B rows of T tokens, and the base of the rotary positions.
-
-    `rope_theta` is None if it is the model's own.
-    """
+    """The shape of an update: A micro-steps of B rows of T tokens, and its rope theta (None: the model's own)."""
 
     A: int
     B: int

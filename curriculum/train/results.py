@@ -14,10 +14,7 @@ from evalsets.metrics import WindowResults
 
 
 class Results:
-    """Writes and reads the results of evals; process 0 does it for all.
-
-    What a full disk refuses is kept in memory, and written with the next results.
-    """
+    """Reads and writes eval results, as process 0 for all; what a full disk refuses is written with the next ones."""
 
     def __init__(self, directory: RunDirectory):
         self._directory = directory

@@ -44,10 +44,7 @@ class Running:
         self.results = Results(self.directory)
 
     def offsets(self) -> dict[str, int]:
-        """Write the record and the eval results to disk; return the length of each file of the record.
-
-        Raises OSError if the disk refuses any of it.
-        """
+        """Flush record and eval results to disk; the length of each file of the record. Raises OSError."""
 
         def on_disk() -> dict[str, int]:
             self.results.flush()

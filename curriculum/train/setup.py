@@ -77,10 +77,7 @@ class Setup:
         return self.lineage is None and self.config.model is not None
 
     def update_at(self, step: int) -> Callable[..., TrainState]:
-        """Update `step`, compiled: (state, batch, *knobs) -> state. The state passed in is donated.
-
-        Raises what the compiler raised.
-        """
+        """Update `step`, compiled: (state, batch, *knobs) -> state. The state passed in is donated."""
         return self.compiled.updates[self.course.shape_at(step)]
 
     def suite_at(self, step: int) -> Suite:
@@ -278,10 +275,7 @@ def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | Non
 
 
 def _program(house: Path) -> dict[str, str]:
-    """Versions, jax's settings, and a digest of the code.
-
-    Processes that compile different programs may wait for each other forever.
-    """
+    """Versions, settings and a digest of the code: with different programs processes may wait forever."""
     return {
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         **{f"the version of {package}": version(package) for package in _COMPARED},

@@ -120,10 +120,7 @@ def _source_table(run: Run, step: int, read: Mapping[str, Mapping[str, Any]]) ->
 
 
 def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown: list[str]) -> list[str]:
-    """Every eval set at its last eval, or for a mean of checkpoints at the end of its phase.
-
-    Windows that cannot be read are named in `unknown`.
-    """
+    """Every set at its last eval, or a mean's phase end; windows that cannot be read are named in `unknown`."""
     if not run.events:
         return ["The record of the run was missing at export, so its evals are not known."]
     before = [event for event in run.events if event["step"] <= step]

@@ -54,10 +54,7 @@ def _is_page(path: Path) -> bool:
 
 
 def report(runs: Sequence[Run], without: Sequence[str] = ()) -> str:
-    """The report as HTML; `without` are lines on runs that are left out. Raises InputError if there is no run.
-
-    Also if one has not begun.
-    """
+    """The report as HTML; `without`: lines on runs left out. Raises InputError for no run, or one not begun."""
     if not runs:
         raise InputError("got no run, expected one or more to report on")
     names = labels(runs)

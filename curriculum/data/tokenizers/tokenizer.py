@@ -219,10 +219,7 @@ class Tokenizer:
         return self._encode(texts)
 
     def puts_prefix_after(self, text: str, special: bool = False) -> bool:
-        """Whether what follows `text` in a document is to be encoded as if it opened one.
-
-        `special`: the text stands for the special token of that name.
-        """
+        """Whether what follows `text`, or the `special` token of that name, is encoded as if it opened a document."""
         if self.hf is None or special:
             return special and self.hf is not None and self.hf.parsed.prefixes_each
         pattern = self.hf.parsed.before_prefix

@@ -127,10 +127,7 @@ def write_gguf(
 
 
 def gguf_architecture(config: ModelConfig) -> str:
-    """The llama.cpp architecture that computes a model: gpt2, llama, qwen2, qwen3 or smollm3.
-
-    Raises InputError that lists the fields that it does not support.
-    """
+    """llama.cpp's name for a model's architecture. Raises InputError that lists the fields that it does not support."""
     if config.pos_encoding == "learned":
         wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "n_kv_head": config.n_head}
         return _checked("gpt2", config, wanted)

@@ -42,10 +42,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Every tensor of a folder by name, from the files' headers.
-
-    Raises InputError if there are no safetensors files, or if one is incomplete.
-    """
+    """Every tensor of a folder by name, from headers. Raises InputError if there are no files, or one is incomplete."""
     tensors: dict[str, StoredTensor] = {}
     problems = []
     for file in weight_files(folder):
@@ -67,10 +64,7 @@ def weights_metadata(folder: str | os.PathLike) -> dict[str, str]:
 
 
 def weight_files(folder: str | os.PathLike) -> list[Path]:
-    """model.safetensors or, in a folder without it, the shards that the index names, as transformers chooses.
-
-    Raises InputError if a file is missing.
-    """
+    """model.safetensors, else the shards that the index names. Raises InputError if a file is missing."""
     folder = Path(folder)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]

@@ -72,10 +72,7 @@ def save_arrays(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str
 
 
 def rounded_all(arrays: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, float32 array) in the type that DTYPES calls `dtype`, one after the other.
-
-    Raises InputError if a finite value becomes infinite.
-    """
+    """(name, float32 array) rounded to DTYPES[dtype]. Raises InputError if a finite value becomes infinite."""
     import ml_dtypes  # noqa: F401, by which numpy knows bfloat16
 
     for name, array in arrays:

@@ -33,10 +33,7 @@ def disk_error(error: Exception) -> Exception:
 
 
 def save_params(folder: Path, params: Any) -> None:
-    """Save a tree of arrays for `load_params`, once the saves under way are over.
-
-    Raises OSError if the disk refuses it.
-    """
+    """Save a tree of arrays for `load_params`, after the saves under way. Raises OSError if the disk refuses it."""
     import orbax.checkpoint as ocp
 
     @own_settings()

@@ -163,10 +163,7 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
-    """A process of `mpirun`.
-
-    Up to version 4 it says where mpirun was started, which is where process 0 runs; later versions do not.
-    """
+    """A process of `mpirun`. Only up to version 4 does it say where mpirun, and so process 0, was started."""
     if not {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environ.keys():
         return None
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):  # a task of `srun --mpi=pmix` inside of an mpirun

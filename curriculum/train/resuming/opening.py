@@ -155,10 +155,7 @@ def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
 
 
 def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
-    """The tokenizer kept with the run, so that new sources do not train it anew.
-
-    None if there is none, or if the config now asks for another.
-    """
+    """The run's own tokenizer, so that new sources train none; None if it has none or the config asks for another."""
     kept = directory.keeps_tokenizer(config.to_json()["tokenizer"])
     return load_tokenizer(directory.tokenizer) if kept else None
 

@@ -59,10 +59,7 @@ class Contrast:
 
     @cached_property
     def current(self) -> str | None:
-        """The phase under way at `step`; None if `now` lets it end by then.
-
-        At the end of the run the last phase still counts as under way.
-        """
+        """The phase under way at `step`, at the run's end the last; None if `now` lets it end by then."""
         step, total_steps = self.step, self.schedule.total_steps
         for name, start, end in self.schedule.phase_bounds:
             if start < step and (step < end or end == total_steps) and not self._ends(name):
