@@ -102,7 +102,7 @@ def _half(file):
         ("events.jsonl", Path.unlink, "events.jsonl: no such file; "),
         ("events.jsonl", lambda file: file.write_bytes(b"\0\n" + file.read_bytes()), "events.jsonl:1: got "),
         ("events.jsonl", lambda file: file.write_text(file.read_text().partition("\n")[2]), "events.jsonl:1: got eval"),
-        ("events.jsonl", without("tokens_drawn", "phase"), "events.jsonl:7: eval has no phase; "),
+        ("events.jsonl", without("tokens_drawn", "phase"), "events.jsonl:8: eval has no phase; "),
         ("evals/100.npz", _half, "evals/100.npz: cannot be read: "),
         ("evals/100.npz", Path.unlink, "evals/100.npz: no such file; "),
     ],
