@@ -16,24 +16,29 @@ from curriculum.run_directory import read_json
 from curriculum.views.inspection import standing
 from curriculum.views.inspection_text import state_text
 
+_FACTS = ("step", "total_steps", "val_loss", "val_bpb", "tokenizer", "gold_step", "regressed", "last_event_at")
+
 
 def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """For each run in a folder, in order of name, what of `inspect_run` fits in a line, as plain data.
 
     If a run's record cannot be read, `state` says why and the rest is None. Raises InputError if no record can be.
     """
-    rows = [{"run": name, **_facts(Path(folder) / name)} for name in runs_below(folder)]
+    rows = []
+    for name in runs_below(folder):
+        try:
+            facts = _facts(load_run(Path(folder) / name))
+        except InputError as error:
+            facts = dict.fromkeys(_FACTS) | {"state": error.problems[0]}
+        rows.append({"run": name, **facts})
     if rows and all(row["step"] is None for row in rows):
         raise InputError(*(row["state"] for row in rows))
     return rows
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    try:
-        progress, _ = standing(run := load_run(path))
-    except InputError as error:
-        unknown = ("step", "total_steps", "val_loss", "val_bpb", "tokenizer", "gold_step", "regressed", "last_event_at")
-        return dict.fromkeys(unknown) | {"state": error.problems[0]}
+def _facts(run: Run) -> dict[str, Any]:
+    """What stands in `_FACTS`, and the `state`. Raises InputError if the run's record lacks any of it."""
+    progress, _ = standing(run)
     gold = last_gold(run.events)
     # Not `inspect_run`: for a long run it takes many times as long to see what each of its many evals had.
     val = next((event for event in reversed(run.events) if "val_bpb" in event), {})
