@@ -239,10 +239,6 @@ def runs_below(folder: str | os.PathLike) -> list[str]:
 
     Those that have lost their config are among them.
     """
-    names = names_in(Path(folder)) if os.path.isdir(folder) else []
-    found = [name for name in names if _is_run(Path(folder) / name)]
+    paths = [Path(folder) / name for name in names_in(Path(folder))] if os.path.isdir(folder) else []
+    found = [path.name for path in paths if RunDirectory(path).has_config or os.path.exists(path / EVENTS)]
     return sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
-
-
-def _is_run(path: Path) -> bool:
-    return RunDirectory(path).has_config or os.path.exists(path / EVENTS)

@@ -176,7 +176,8 @@ def observe(
     is_finite_B = np.isfinite(loss)[..., None]
     stood_B = watched.states_B == REGRESSED
     worse_B = (learned_B & (t_B > critical[..., None])) | ~is_finite_B
-    at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _unmeasured_sem(sem_item_B))
+    unmeasured_B = _sem(sem_item_B, UNMEASURED * sem_item_B)  # the standard error if the jitter is not measured
+    at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * unmeasured_B)
     stays_B = stood_B & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
     milder_B = np.where(learned_B & (t_B > _WARN_T), WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
@@ -326,10 +327,6 @@ def transfer(
 def _sem(sem_item: np.ndarray, jitter: np.ndarray) -> np.ndarray:
     """The standard error of a difference between two checkpoints, both of which jitter."""
     return np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
-
-
-def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
-    return _sem(sem_item, UNMEASURED * sem_item)
 
 
 def _no_verdict(num_clusters: int, level: float) -> str | None:

@@ -99,14 +99,9 @@ class Ramp:
 
 
 # Quotas are cached, as a segment is made again and again; of 500 sources each takes 300 kB, and more with a ramp.
-@lru_cache(maxsize=64)
-def _constant(mixture: frozenset[tuple[str, float]]) -> Quotas:
-    return Quotas(dict(mixture))
-
-
-@lru_cache(maxsize=64)
-def _ramped(mixture: frozenset[tuple[str, float]], ramp: Ramp, batch_size: int) -> Quotas:
-    return Quotas(dict(mixture), ramp.from_mixture, ramp.progress, batch_size)
+@lru_cache(maxsize=128)
+def _quotas(mixture: frozenset[tuple[str, float]], ramp: Ramp | None, batch_size: int) -> Quotas:
+    return Quotas(dict(mixture), ramp.from_mixture, ramp.progress, batch_size) if ramp else Quotas(dict(mixture))
 
 
 # Fields of a segment that its data do not depend on, with the values that stand in for them when only the data matter.
@@ -140,8 +135,7 @@ class Segment:
 
     @cached_property
     def quotas(self) -> Quotas:
-        mixture = frozenset(self.mixture.items())
-        return _constant(mixture) if self.ramp is None else _ramped(mixture, self.ramp, self.batch_size)
+        return _quotas(frozenset(self.mixture.items()), self.ramp, self.batch_size if self.ramp else 0)
 
     def mixture_at(self, step: int) -> dict[str, float]:
         """Proportions during `step`, the update that yields step + 1."""

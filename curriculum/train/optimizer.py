@@ -105,7 +105,8 @@ class OptimConfig:
 
         An optimizer of this module depends on nothing but the config.
         """
-        return next((name for name in self._chosen if not _is_shipped(name)), None)
+        own = (name for name in self._chosen if name not in _SHIPPED or OPTIMIZERS.get(name) is not _SHIPPED[name])
+        return next(own, None)
 
     @property
     def _chosen(self) -> tuple[str, ...]:
@@ -272,10 +273,6 @@ OPTIMIZERS = {
     "sophia": Rule(sophia, moments=2, reads=("sophia",)),
 }
 _SHIPPED = dict(OPTIMIZERS)
-
-
-def _is_shipped(name: str) -> bool:
-    return name in _SHIPPED and OPTIMIZERS.get(name) is _SHIPPED[name]
 
 
 def matrices(params: Any) -> Any:

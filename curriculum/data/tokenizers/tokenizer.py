@@ -199,8 +199,10 @@ class Tokenizer:
     def _encode(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
         if self.pattern is not None:
             return _byte_pair_encoder(self)
-        encode = _character_encoder(self) if self.kind == "char" else _encode_bytes
-        return lambda texts: [encode(text).astype(self.dtype) for text in texts]
+        if self.kind == "char":
+            encode = _character_encoder(self)
+            return lambda texts: [encode(text).astype(self.dtype) for text in texts]
+        return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
     def encode(self, text: str, opens_document: bool = True) -> np.ndarray:
         """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
@@ -254,10 +256,6 @@ class Tokenizer:
         if self.hf is not None:
             save_hf_files(directory / HF_FOLDER, self.hf)
         write_sidecar(directory / SIDECAR_NAME, self.facts)
-
-
-def _encode_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8)
 
 
 def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:

@@ -64,7 +64,8 @@ def find_launch(
     if num_processes == 1 and process_id in (None, 0):
         return None
     is_given = (coordinator, num_processes, process_id) != (None, None, None)
-    launcher = _launcher(environ)
+    # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
+    launcher = _open_mpi(environ) or _slurm(environ) or _tpu_slice(environ) or _indexed_job(environ)
     if not is_given and (launcher is None or launcher.num_processes in (None, 1)):
         return None
     if launcher is None:
@@ -88,11 +89,6 @@ def find_launch(
         launcher.local_devices if process_id in (None, launcher.process_id) else None,
         launcher.launch if process_id is None else "",
     )
-
-
-def _launcher(environ: Mapping[str, str]) -> _Launcher | None:
-    # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
-    return _open_mpi(environ) or _slurm(environ) or _tpu_slice(environ) or _indexed_job(environ)
 
 
 def _checked_launch(
