@@ -14,7 +14,7 @@ import pytest
 import yaml
 from command_line import run
 
-from curriculum.cli.lasting import lasting
+from curriculum.cli.importing import importing
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
 
@@ -439,13 +439,13 @@ main.main()
 def test_an_interrupted_import_ends_the_process_whatever_catches_what_it_raises():
     code = """
 import os, signal
-from curriculum.cli.lasting import lasting
+from curriculum.cli.importing import importing
 before = signal.getsignal(signal.SIGINT)
-with lasting():
+with importing():
     pass
 assert signal.getsignal(signal.SIGINT) is before
 try:
-    with lasting():
+    with importing():
         os.kill(os.getpid(), signal.SIGINT)
 except BaseException:
     pass
@@ -458,11 +458,11 @@ print("went on")
 def test_what_is_imported_is_not_looked_through_for_garbage():
     before = gc.get_freeze_count()
     try:
-        with lasting():
+        with importing():
             assert not gc.isenabled()
             made = [[] for _ in range(1000)]
         assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
-        with pytest.raises(ImportError), lasting():
+        with pytest.raises(ImportError), importing():
             raise ImportError
         assert gc.isenabled()
     finally:

@@ -824,7 +824,7 @@ def test_a_new_field_of_a_phase_stands_once_it_is_trained(monkeypatch):
         contrast = anew.Contrast(saved, was, now, STEP)
         problems = list(anew.of_past(contrast))
         assert problems == [("phases[0].window", "got 4, but steps 0 to 40 were trained with 8")][: int(refused)]
-        told = [line for line in anew.how_to_mend(config, contrast, problems) if "window" in line]
+        told = [line for line in anew.how_to_fix(config, contrast, problems) if "window" in line]
         assert len(told) == int(refused) and all(line.startswith("+") and "window: 4" in line for line in told)
         assert anew.draw_alike(was, now, name, {}) is False and anew.draw_alike(was, now, "ab"[name == "a"], {}) is True
 

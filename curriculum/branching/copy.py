@@ -42,7 +42,7 @@ def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDire
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # it was new when the branch began
             raise InputError(f"--run-dir {directory.path}: is not empty any more; choose a new folder") from None
         raise InputError(
-            f"{trunk.path}: could not be copied to {directory.path}: {error}; mend that (free disk "
+            f"{trunk.path}: could not be copied to {directory.path}: {error}; fix that (free disk "
             "space, grant write permission) and try again"
         ) from None
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import click
 
-from curriculum.cli.lasting import lasting
+from curriculum.cli.importing import importing
 from curriculum.disk.append import discard, is_disk_error, tell
 from curriculum.errors import InputError, is_out_of_memory, nearest
 
@@ -50,7 +50,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx, name):
         if name not in _COMMANDS:
             return None
-        with lasting():
+        with importing():
             module = importlib.import_module(f"curriculum.cli.{name}")
         return module.command
 
@@ -157,7 +157,7 @@ def run_command() -> None:
     except ValueError as error:
         if not (variable := _JAX_VARIABLE.search(str(error))):
             raise
-        _refuse([f"{variable[1].upper()}: jax cannot start: {error}; mend or unset this environment variable"])
+        _refuse([f"{variable[1].upper()}: jax cannot start: {error}; fix or unset this environment variable"])
     except PermissionError as error:
         if error.filename is None:
             raise

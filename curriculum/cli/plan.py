@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from curriculum.cli.lasting import lasting
+from curriculum.cli.importing import importing
 from curriculum.cli.options import FOLDER, config_options, print_json
 from curriculum.config import load_config
 from curriculum.errors import InputError
@@ -46,7 +46,7 @@ def command(config_path, changes, store_dir, resume, run_dir, accept_past, as_js
             raise InputError(f"{given}: has no effect on the plan of a new run; give --resume, or leave it out")
         resolved = plan(load_config(config_path, **changes), store_dir=store_dir)
     else:
-        with lasting():
+        with importing():
             from curriculum.plan_resumed import plan_resumed
 
         config, run_dir, unused = config_going_on(config_path, run_dir, changes)

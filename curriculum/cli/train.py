@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from curriculum.cli.exits import stopped_runs
-from curriculum.cli.lasting import lasting
+from curriculum.cli.importing import importing
 from curriculum.cli.options import FOLDER, config_options
 from curriculum.config import load_config
 from curriculum.errors import InputError
@@ -63,7 +63,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, join_
         config, run_dir, unused = config_going_on(config_path, run_dir, changes)
     run_dir = run_dir or Path("runs") / config.name
 
-    with lasting():  # before the processes connect: Ctrl-C in it leaves without a word to others
+    with importing():  # before the processes connect: Ctrl-C in it leaves without a word to others
         from curriculum.train.dry_run import dry_run as run_dry
         from curriculum.train.processes.together import check_same, is_first, joined
         from curriculum.train.trainer import train

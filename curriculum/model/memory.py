@@ -35,7 +35,7 @@ class MemoryEstimate:
     ema: int
     """The moving average of the parameters."""
     activations: int
-    """Kept from the way forward to the way back; and what of one block computed again does not fit into the room of
+    """Kept from the forward to the backward pass; and what of one block computed again does not fit into the room of
     the logits, which is free by then."""
     logits: int
     """The loss: a chunk of logits and its exponentials, the features cut into chunks, their gradient, and in bfloat16

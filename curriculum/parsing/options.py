@@ -65,7 +65,7 @@ def apply_options(
         else:
             _table(data, "adaptation")["keep_optimizer"] = True
             origin.given_by("adaptation.keep_optimizer", option)
-    _drop_scraps(data, origin)
+    _drop_incomplete(data, origin)
     _name_anew(data, origin)
     if added and "phases" not in data:
         replayed = _table(_table(data, "adaptation"), "replay")
@@ -120,7 +120,7 @@ def _name_anew(data: dict, origin: Origin) -> None:
             origin.by_name[path] = f"--set phases.{name}{path[len(where) :]}={value}"
 
 
-def _drop_scraps(data: dict, origin: Origin) -> None:
+def _drop_incomplete(data: dict, origin: Origin) -> None:
     """Drop sources and eval sets of which there is nothing but single fields that remembered options give."""
     evalsets = data.get("evalsets")
     sets = evalsets.get("sets") if isinstance(evalsets, dict) else None

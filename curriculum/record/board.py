@@ -44,7 +44,7 @@ class Board:
 
     A process begins with `training_start` or `resume`, which has the plan. What an earlier process wrote from the step
     on that was resumed from is taken back (`SessionLog.START`), so curves never run backwards; what the record still
-    has of that step is written again. TensorBoard's default data server heeds no START: it drops a tag's old points as
+    has of that step is written again. TensorBoard's default data server ignores START: it drops a tag's old points as
     the tag is written again. Wall times are the timestamps of events; rows have none and take the current time. A row's
     `mixture` names every source, even without a share, so that its curve falls to 0 when the source ends.
 

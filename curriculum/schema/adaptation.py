@@ -53,8 +53,8 @@ class AdaptationSection:
 def resolved_model(config: Config, vocab_size: int) -> ModelConfig:
     """The model that a config trains, adapters included, for a tokenizer of `vocab_size` ids.
 
-    With `train.deterministic` it leaves cuDNN's attention alone: with XLA's flag for deterministic kernels its way back
-    ended each run on an H200 (docs/gpu.md). Raises InputError as `resolve_model` does.
+    With `train.deterministic` it is not cuDNN's attention, whose backward pass with XLA's flag for deterministic
+    kernels ended each run on an H200 (docs/gpu.md). Raises InputError as `resolve_model` does.
     """
     model = replace(resolve_model(config.model, vocab_size), lora=config.adaptation.lora)
     if config.train.deterministic and model.attention == "auto":

@@ -50,7 +50,7 @@ from curriculum.train.step import TrainState
 from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
-_HOUSE = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[2]
 # Packages of which all processes must have one version, as they must have the same of jax's SETTINGS.
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _NO_ROPE = "is not supported with make_model; leave it out"
@@ -271,32 +271,32 @@ def _agreed(corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | Non
         "what the run begins from": lineage,
     }
     texts = {name: json.dumps(value, sort_keys=True).encode() for name, value in found.items()}
-    return _program(_HOUSE) | {n: xxhash.xxh3_64_hexdigest(text) for n, text in texts.items()}
+    return _program(_ROOT) | {n: xxhash.xxh3_64_hexdigest(text) for n, text in texts.items()}
 
 
-def _program(house: Path) -> dict[str, str]:
+def _program(root: Path) -> dict[str, str]:
     """Versions, settings and a digest of the code: with different programs processes may wait forever."""
     return {
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         **{f"the version of {package}": version(package) for package in _COMPARED},
         **{f"jax's setting {name}": str(getattr(jax.config, name)) for name in SETTINGS},
-        "the code of curriculum": _code(house),
+        "the code of curriculum": _code(root),
     }
 
 
-def _code(house: Path) -> str:
+def _code(root: Path) -> str:
     code = xxhash.xxh3_64()
-    for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
+    for path in sorted(path for name in ("curriculum", "evalsets", "phases") for path in (root / name).rglob("*.py")):
         code.update(path.read_bytes())
     return code.hexdigest()
 
 
 def software() -> dict[str, str]:
-    """What the bits of a run hang on beside its config, text and devices: with another one it goes on otherwise."""
+    """What the bits of a run depend on besides its config, text and devices."""
     return {
         "python": platform.python_version(),
         **{package: version(package) for package in _COMPARED},
         **{name: str(getattr(jax.config, name)) for name in SETTINGS},
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "code": _code(_HOUSE),
+        "code": _code(_ROOT),
     }

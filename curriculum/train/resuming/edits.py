@@ -17,7 +17,7 @@ from curriculum.train.resuming.past_edits import (
     Contrast,
     draw_alike,
     field_of,
-    how_to_mend,
+    how_to_fix,
     of_past,
     phases_by_name,
 )
@@ -62,7 +62,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     if step == 0 and at is None and past.segments and got != trained:
         problems = [("seed", f"got {got}, but steps 0 to {past.end} stand as they were planned with {trained}")]
     if problems and not accept_past:
-        how = how_to_mend(config, contrast, problems)
+        how = how_to_fix(config, contrast, problems)
         how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
     if at is None and config.train.rollback is not None:  # only a rollback returns to an earlier plan

@@ -257,7 +257,7 @@ def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
     }
 
 
-def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem]) -> list[str]:
+def how_to_fix(config: Config, contrast: Contrast, problems: Sequence[Problem]) -> list[str]:
     """What was trained against what the config says, as a diff of YAML, and what to put back."""
     over, step, bounds = contrast.over, contrast.step, contrast.schedule.phase_bounds
     ended = {n for n, _, end in bounds if n in over and (end > step or n == bounds[-1][0])}  # by the current config

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
-    """Run the block without garbage collection, and exempt from it for good all objects that there are at its end.
+def importing() -> Iterator[None]:
+    """Context of imports at the start of a process, in which Ctrl-C ends it at once.
 
-    Meant for imports at the start of a process: Python would scan their hundreds of thousands of objects again and
-    again, and once more at exit, which takes 7 % of a plan's time.
-
-    Ctrl-C leaves the process without raising KeyboardInterrupt, which amid the imports of jax was lost at times, and at
-    times ended in a segmentation fault. Nothing is on the disk yet that would have to be cleaned up.
+    Without garbage collection, from which the imported objects are frozen for good: scanning these hundreds of
+    thousands again and again, and once more at exit, takes 7 % of a plan's time. Ctrl-C raises no KeyboardInterrupt: in
+    the imports of jax that was lost at times, and at times ended in a segmentation fault. There is nothing on the disk
+    yet to clean up.
     """
     main = threading.current_thread() is threading.main_thread()
     if ours := main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
