@@ -243,11 +243,7 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
         hf_config = {}
     else:
         hf_config = hf_config_of(
-            config,
-            bos=tokenizer.bos,
-            eos=tokenizer.eot,
-            dtype=DTYPES[dtype],
-            qwen_tokenizer=is_qwen(tokenizer),
+            config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=DTYPES[dtype], qwen_tokenizer=is_qwen(tokenizer)
         )
     base = resolved["adaptation"]["init_from"] if kind == "peft" else None
     return _Target(Run(directory, resolved, []).name, config, tokenizer, hf_config, base)

@@ -100,10 +100,7 @@ NO_PAST = Past()  # of a run that begins
 
 
 def resolve_schedule(
-    config: Config,
-    tokens_per_epoch: Mapping[str, int | None],
-    past: Past = NO_PAST,
-    going_on: Segment | None = None,
+    config: Config, tokens_per_epoch: Mapping[str, int | None], past: Past = NO_PAST, going_on: Segment | None = None
 ) -> Schedule:
     """Resolve the config's phases, with replay mixed in, into segments.
 

@@ -95,10 +95,7 @@ class Suite:
         self._sum_windows = jax.jit(sum_windows, out_shardings=self._results_sharding)
 
     def run(
-        self,
-        params: Any,
-        names: Iterable[str] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        self, params: Any, names: Iterable[str] | None = None, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; an empty `names` gives an empty result without work.
 

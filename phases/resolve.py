@@ -169,10 +169,7 @@ def _phase(
 
 
 def _new_segment(
-    declared: Declared,
-    before: Sequence[Segment],
-    end: int,
-    supplies: Mapping[str, SourceSupply],
+    declared: Declared, before: Sequence[Segment], end: int, supplies: Mapping[str, SourceSupply]
 ) -> Segment:
     """The segment of a phase as declared, beginning where the segments `before` end."""
     phase = declared.phase
@@ -234,10 +231,7 @@ def _check_past(past, total_steps, longest) -> Iterator[tuple[str, str]]:
 
 
 def _first_ahead(
-    past: Sequence[Segment],
-    phases: Sequence[Declared],
-    curriculum: Curriculum,
-    warnings: list[str],
+    past: Sequence[Segment], phases: Sequence[Declared], curriculum: Curriculum, warnings: list[str]
 ) -> int:
     """Index of the phase that owns the first step after the past. Appends to `warnings`.
 

@@ -71,11 +71,7 @@ def _facts(corpus: Corpus) -> dict[str, Any]:
     """The tokenizer, the `details` of each source, and the sizes of each eval set, by its name in the config."""
     tokenizer = corpus.tokenizer
     return {
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "vocab_size": tokenizer.vocab_size,
-            "fingerprint": tokenizer.fingerprint,
-        },
+        "tokenizer": {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
         "sources": corpus.details,
         "evalsets": {
             name: {

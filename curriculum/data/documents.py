@@ -11,15 +11,7 @@ from curriculum.data.chat import NO_SPECIAL, Template
 from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
-from curriculum.data.sources import (
-    COLUMNAR,
-    COMPRESSED,
-    JSON_LINES,
-    SourceConfig,
-    SourceFile,
-    source_files,
-    suffix_of,
-)
+from curriculum.data.sources import COLUMNAR, COMPRESSED, JSON_LINES, SourceConfig, SourceFile, source_files, suffix_of
 from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tables import lacks_end

@@ -14,15 +14,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 
-from curriculum.data.cache import (
-    build_once,
-    content_of,
-    digest,
-    find_content,
-    is_there,
-    source_signature,
-    writing,
-)
+from curriculum.data.cache import build_once, content_of, digest, find_content, is_there, source_signature, writing
 from curriculum.data.chat import CHATML, RENDERING_VERSION, ChatConfig, Template
 from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat

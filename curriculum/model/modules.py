@@ -74,12 +74,7 @@ class Transformer(nnx.Module):
         return self.norm(x_MD).reshape(B, T, -1), None if cache is None else extended
 
     def _scanned(
-        self,
-        block_graph: nnx.GraphDef,
-        blocks: dict[str, Any],
-        x_MD: jax.Array,
-        rows: Rows,
-        placement: Placement,
+        self, block_graph: nnx.GraphDef, blocks: dict[str, Any], x_MD: jax.Array, rows: Rows, placement: Placement
     ) -> jax.Array:
         params = [blocks[name] for name in sorted(blocks)]
         has_rope = self.config.has_rope(0)

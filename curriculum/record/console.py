@@ -20,13 +20,7 @@ from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, tensorboard_link
 from curriculum.record.events import TAKEN_UP, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
-from curriculum.record.sentences import (
-    sample_lines,
-    skipped_counts,
-    skipped_line,
-    skipped_why,
-    verdict,
-)
+from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
 from curriculum.record.wording import (
     MOST_NAMED,
     counted,

@@ -142,7 +142,7 @@ def known_vocab_size(v) -> int | None:
 
 
 ROW_CHECKS = [  # of a run that goes on, only phases ahead count
-    ({"mesh", "train"}, lambda v: row_problems(v["train"], v.get("phases") or (), v["mesh"].row_shards)),
+    ({"mesh", "train"}, lambda v: row_problems(v["train"], v.get("phases") or (), v["mesh"].row_shards))
 ]
 SHAPE_CHECKS = [
     ({"train"}, _check_micro_steps),

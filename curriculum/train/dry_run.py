@@ -24,10 +24,7 @@ from evalsets.metrics import summarise
 
 @own_settings()
 def dry_run(
-    config: Config,
-    *,
-    store_dir: str | Path = DEFAULT_STORE_DIR,
-    make_model: Callable[[int], Model] | None = None,
+    config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR, make_model: Callable[[int], Model] | None = None
 ) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step of each shape and run one eval.
 

@@ -226,11 +226,7 @@ def window_for(window: Window, sources: Sequence[str], wanted: Sequence[str]) ->
 
 
 def _make_batch_gradient(
-    model: Model,
-    num_sources: int,
-    document_mask: bool,
-    deterministic: bool,
-    mesh: Mesh | None,
+    model: Model, num_sources: int, document_mask: bool, deterministic: bool, mesh: Mesh | None
 ) -> Callable[..., tuple[Params, jax.Array, jax.Array]]:
     """Make the gradient of a batch, summed over its micro-steps; arguments as in `make_train_step`."""
 

@@ -52,11 +52,7 @@ _SEEN_SECONDS = 30.0  # by which a network folder may show a file late
 
 
 def finished(
-    setup: Setup,
-    directory: RunDirectory,
-    checkpoints: Checkpoints,
-    resumed: Resumed,
-    edit: Mapping[str, Any] | None,
+    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed, edit: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return the `training_complete` event of a run that has nothing left to train, and say so; None for other runs.
 
@@ -109,11 +105,7 @@ def writable(directory: RunDirectory) -> Iterator[None]:
 
 
 def take_up(
-    directory: RunDirectory,
-    lock: RunLock,
-    checkpoints: Checkpoints,
-    resumed: Resumed | None,
-    rollback: Rollback | None,
+    directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None, rollback: Rollback | None
 ) -> list[dict[str, Any]]:
     """Lock a directory that had no run to lock before, and move damaged checkpoints to `superseded/`.
 
@@ -203,11 +195,7 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
     Results(directory).keep_only(last, history.watch.measured_at(last))
     # Of an eval that was left and is done again, the mean too: making it tells which checkpoints it lacks.
     set_aside_means_after(directory, last - 1 if history.eval_left else last)
-    derived = {
-        **fields.derived(setup),
-        "store_dir": setup.store_dir,
-        "own_optimizer": setup.config.optim.users_own,
-    }
+    derived = {**fields.derived(setup), "store_dir": setup.store_dir, "own_optimizer": setup.config.optim.users_own}
     with suppress(OSError):  # of a folder that was removed
         derived["started_in"] = os.getcwd()
     directory.create(setup.config, derived, plain(setup.model.architecture))

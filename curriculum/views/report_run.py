@@ -28,18 +28,7 @@ from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Curve, Phase
 from curriculum.views.inspection_text import least_seen, lineage_lines, mixture_text, model_text, state_text, troubles
-from curriculum.views.page import (
-    bullets,
-    figure,
-    folded,
-    legend,
-    note,
-    section,
-    table,
-    table_of_phases,
-    tag,
-    tiles,
-)
+from curriculum.views.page import bullets, figure, folded, legend, note, section, table, table_of_phases, tag, tiles
 from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix, turns
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"

@@ -25,11 +25,7 @@ _NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized
 
 
 def write_hf_tokenizer(
-    tokenizer: Tokenizer,
-    folder: str | Path,
-    *,
-    model_max_length: int | None = None,
-    template: Template | None = None,
+    tokenizer: Tokenizer, folder: str | Path, *, model_max_length: int | None = None, template: Template | None = None
 ) -> None:
     """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` must exist.
 

@@ -15,10 +15,7 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 def write_safetensors(
-    folder: Path,
-    arrays: Iterable[tuple[str, np.ndarray]],
-    metadata: Mapping[str, str],
-    shard_bytes: int = SHARD_BYTES,
+    folder: Path, arrays: Iterable[tuple[str, np.ndarray]], metadata: Mapping[str, str], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write one file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index.
 
