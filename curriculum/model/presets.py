@@ -213,64 +213,31 @@ PRESETS = {
     "tiny": ModelConfig(vocab_size=4096, n_layer=4, n_head=4, n_kv_head=2, d_model=128, d_ff=256, max_seq_len=1024),
     # GPT-2 small, as released: 124,439,808 parameters.
     "gpt2-124m": ModelConfig(
-        vocab_size=50257,
-        n_layer=12,
-        n_head=12,
-        n_kv_head=12,
-        d_model=768,
-        d_ff=3072,
-        max_seq_len=1024,
-        pos_encoding="learned",
-        mlp_type="gelu",
-        norm_type="layernorm",
-        bias=True,
+        vocab_size=50257, n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=3072, max_seq_len=1024,
+        pos_encoding="learned", mlp_type="gelu", norm_type="layernorm", bias=True,
     ),
     # The shape of SmolLM2-360M.
     "llama-360m": ModelConfig(
-        vocab_size=49152,
-        n_layer=32,
-        n_head=15,
-        n_kv_head=5,
-        d_model=960,
-        d_ff=2560,
-        max_seq_len=8192,
+        vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, d_model=960, d_ff=2560, max_seq_len=8192,
         rope_theta=100_000.0,
     ),
     # The shape of Llama-3.2-1B. Its 131,072 positions come from rope scaling; 8,192 is what it was trained with before
     # that.
     "llama-1b": ModelConfig(
-        vocab_size=128256,
-        n_layer=16,
-        n_head=32,
-        n_kv_head=8,
-        d_model=2048,
-        d_ff=8192,
-        max_seq_len=8192,
+        vocab_size=128256, n_layer=16, n_head=32, n_kv_head=8, d_model=2048, d_ff=8192, max_seq_len=8192,
         rope_theta=500_000.0,
     ),
     # The shape of Llama-3.2-3B, with the positions of llama-1b.
     "llama-3b": ModelConfig(
-        vocab_size=128256,
-        n_layer=28,
-        n_head=24,
-        n_kv_head=8,
-        d_model=3072,
-        d_ff=8192,
-        max_seq_len=8192,
+        vocab_size=128256, n_layer=28, n_head=24, n_kv_head=8, d_model=3072, d_ff=8192, max_seq_len=8192,
         rope_theta=500_000.0,
     ),
     # Llama-2-7B, as released: 6,738,415,616 parameters.
     "llama-7b": ModelConfig(
-        vocab_size=32000,
-        n_layer=32,
-        n_head=32,
-        n_kv_head=32,
-        d_model=4096,
-        d_ff=11008,
-        max_seq_len=4096,
+        vocab_size=32000, n_layer=32, n_head=32, n_kv_head=32, d_model=4096, d_ff=11008, max_seq_len=4096,
         tie_embeddings=False,
     ),
-}
+}  # fmt: skip
 
 HOW = ("dropout", "compute_dtype", "remat", "attention", "layers")  # fields of ModelConfig that are not architecture
 RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window", "lora")
