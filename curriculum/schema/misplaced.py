@@ -2,43 +2,27 @@
 
 from collections.abc import Sequence
 
-# Names of Hugging Face's Trainer and configs, nanoGPT, torchtitan and others.
-OTHER_NAMES = {
-    "block_size": "train.seq_len",
-    "clip_grad": "optim.grad_clip",
-    "context_length": "train.seq_len",
-    "eval_every": "evalsets.every",
-    "eval_freq": "evalsets.every",
-    "eval_interval": "evalsets.every",
-    "eval_steps": "evalsets.every",
-    "global_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.grad_accum",
-    "hidden_size": "model.d_model",
-    "intermediate_size": "model.d_ff",
-    "learning_rate": "optim.lr",
-    "log_every": "logging.every",
-    "log_freq": "logging.every",
-    "log_interval": "logging.every",
-    "logging_steps": "logging.every",
-    "lr_scheduler_type": "optim.schedule",
-    "max_grad_norm": "optim.grad_clip",
-    "max_iters": "train.steps",
-    "max_length": "train.seq_len",
-    "max_seq_length": "train.seq_len",
-    "max_steps": "train.steps",
-    "n_embd": "model.d_model",
-    "num_attention_heads": "model.n_head",
-    "num_hidden_layers": "model.n_layer",
-    "num_key_value_heads": "model.n_kv_head",
-    "num_train_steps": "train.steps",
-    "save_every": "checkpoint.every",
-    "save_interval": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "total_steps": "train.steps",
-    "warmup_iters": "optim.warmup_steps",
-    "warmup_ratio": "optim.warmup_steps",
+# Keys of other tools by what they are here: of Hugging Face's Trainer and configs, nanoGPT, torchtitan and others.
+_NAMES_ELSEWHERE = {
+    "train.steps": "max_iters max_steps num_train_steps total_steps",
+    "train.batch_size": "global_batch_size",
+    "train.seq_len": "block_size context_length max_length max_seq_length",
+    "train.grad_accum": "gradient_accumulation_steps",
+    "optim.lr": "learning_rate",
+    "optim.schedule": "lr_scheduler_type",
+    "optim.warmup_steps": "warmup_iters warmup_ratio",
+    "optim.grad_clip": "clip_grad max_grad_norm",
+    "model.d_model": "hidden_size n_embd",
+    "model.d_ff": "intermediate_size",
+    "model.n_layer": "num_hidden_layers",
+    "model.n_head": "num_attention_heads",
+    "model.n_kv_head": "num_key_value_heads",
+    "evalsets.every": "eval_every eval_freq eval_interval eval_steps",
+    "logging.every": "log_every log_freq log_interval logging_steps",
+    "checkpoint.every": "save_every save_interval save_steps",
+    "checkpoint.keep": "save_total_limit",
 }
+OTHER_NAMES = {name: place for place, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 _MOST = 3  # places that are told
 
 
