@@ -74,7 +74,7 @@ def num_parameters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> in
     return embeddings + of_blocks + norm + num_adapters(config, **split)
 
 
-def num_head(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
+def num_head(config: ModelConfig, *, fsdp: int, tensor: int) -> int:
     """Parameters of the matrix that features are multiplied by, which is the embedding if the two are tied."""
     shape = (config.d_model, config.vocab_size)
     if config.tie_embeddings:

@@ -125,7 +125,7 @@ def qkv_of(config: ModelConfig, backend: str, *, heads_split: bool = False) -> s
     return "apart" if config.lora is not None or heads_split else BY_BACKEND[backend].qkv
 
 
-def query_blocks(seq_len: int, sliding_window: int | None = None) -> list[tuple[int, int, int]]:
+def query_blocks(seq_len: int, sliding_window: int | None) -> list[tuple[int, int, int]]:
     """The blocks of queries that plain attention takes one after the other, as (first key, first query, end of both).
 
     Outside of first key..end no key is seen by any query of the block, so that of long sequences close to half of all

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_of
+from curriculum.scheduling import Past, continued_schedule, curriculum_of
 from curriculum.train.device import own_settings
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
@@ -41,14 +41,7 @@ class Course:
     Raises InputError if the config's schedule does not resolve after `past`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        mesh: Mesh,
-        past: Past = NO_PAST,
-        branched_from: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, past: Past, branched_from: Mapping[str, Any] | None):
         self._config, self._corpus, self._mesh = config, corpus, mesh
         self.branched_from = branched_from
         epochs = corpus.tokens_per_epoch

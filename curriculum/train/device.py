@@ -143,12 +143,12 @@ def missing_flags(given: str, flags: Sequence[str]) -> list[str]:
     return [flag for flag in flags if flag.partition("=")[0] not in names]
 
 
-def has_nvidia_driver(root: Path = Path("/")) -> bool:
+def has_nvidia_driver(root: Path) -> bool:
     """Whether the machine has an NVIDIA driver; nothing is started to find out."""
     return any((root / path).exists() for path in ("proc/driver/nvidia/version", "dev/nvidiactl"))
 
 
-def card_names(root: Path = Path("/")) -> list[str]:
+def card_names(root: Path) -> list[str]:
     """The model names of the NVIDIA cards, from their driver; empty if it does not tell."""
     files = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
     try:
@@ -158,7 +158,7 @@ def card_names(root: Path = Path("/")) -> list[str]:
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
-def device_lines(added: Sequence[str], compute_dtype: str | None = None, root: Path = Path("/")) -> list[str]:
+def device_lines(added: Sequence[str], compute_dtype: str | None, root: Path = Path("/")) -> list[str]:
     """Console lines on what the devices are, what was set for them, and what would make better use of them.
 
     Starts the jax backend. `added`: what `tune_device` returned. `compute_dtype`: the model's, None for a custom

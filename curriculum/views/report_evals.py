@@ -65,7 +65,7 @@ def eval_figures(
     points: Mapping[str, Sequence[EvalPoint]],
     phases: Sequence[Phase],
     marks: Mapping[str, Sequence[Mark]],
-    turns: Sequence[int] = (),
+    turns: Sequence[int],
 ) -> list[Markup]:
     """One chart of every set or, if they are many, of their rises, and a panel for each set."""
     if not points:

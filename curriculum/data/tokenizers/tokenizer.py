@@ -220,7 +220,7 @@ class Tokenizer:
             return [ids.astype(self.dtype) for ids in self.hf.encoder(texts, opens_document)]
         return self._encode(texts)
 
-    def puts_prefix_after(self, text: str, special: bool = False) -> bool:
+    def puts_prefix_after(self, text: str, special: bool) -> bool:
         """Whether what follows `text`, or the `special` token of that name, is encoded as if it opened a document."""
         if self.hf is None or special:
             return special and self.hf is not None and self.hf.parsed.prefixes_each
