@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.errors import InputError, nearest, no_such, other_normalization
+from curriculum.errors import InputError, check_folder, nearest, no_such, other_normalization
 from curriculum.record.events import (
     AVERAGES,
     EVENTS,
@@ -140,6 +140,7 @@ def load_run(run_dir: str | os.PathLike) -> Run:
 
 def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     """The directory of a run. Raises InputError if it holds no run's config; other files may be missing."""
+    check_folder("run", run_dir)
     directory = RunDirectory(Path(run_dir))
     if not directory.has_config and os.path.exists(directory.path / EVENTS):
         fix = "restore it from a copy, or resume the run with all options that it had (if complete, with more steps)"
@@ -226,7 +227,9 @@ def left_out(damaged: Mapping[str, str]) -> list[str]:
 def _runs_in(paths: Iterable[str | os.PathLike]) -> list[tuple[Path, bool]]:
     """Run directories, and whether each is given itself, or found in a folder that is."""
     found: list[tuple[Path, bool]] = []
-    for path in map(Path, paths):
+    for given in paths:
+        check_folder("run", given)
+        path = Path(given)
         below = [] if RunDirectory(path).has_config else runs_below(path)
         there = {run.resolve() for run, _ in found}
         others = [(path / name, False) for name in below if (path / name).resolve() not in there]

@@ -61,7 +61,7 @@ class Weights:
     @classmethod
     def parse(cls, text: str) -> Weights:
         """Parse "raw", "ema" or "mean:PHASE". Raises InputError for anything else."""
-        kind, _, phase = text.partition(":")
+        kind, _, phase = str(text).partition(":")
         if kind == "mean":
             return cls(PHASE_MEAN, phase)
         check_choice("--weights", text, ("raw", "ema", "mean:PHASE"))

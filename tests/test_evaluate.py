@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,8 +113,9 @@ def recorded(step, name, average=""):
     [(None, "raw", ""), ("latest", "raw", ""), (2, "raw", ""), ("4", "ema", "ema"), (None, "mean:a", "phase_mean")],
 )
 def test_every_window_is_that_of_training_bit_for_bit(folder, step, weights, average):
-    before = contents("run")
+    before, filters = contents("run"), [*warnings.filters]
     measured = evaluate("run", step=step, weights=weights, store_dir="store")
+    assert warnings.filters == filters  # they are the caller's
     assert measured.step == (2 if step == 2 else 4) and measured.weights == weights
     (warning,) = measured.warnings
     assert warning.startswith("eval set web is one document of 7 windows: no standard error")

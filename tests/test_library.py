@@ -38,6 +38,7 @@ from curriculum.plan import plan
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run, run_directory
 from curriculum.sampling import Sampling
+from curriculum.saved_weights import Weights
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.device import cache_compiled
@@ -516,6 +517,26 @@ def test_an_argument_of_another_type_is_taken_or_told(tmp_path, monkeypatch):
             call()
         assert str(told.value) == message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["law.jsonl", "web.jsonl"]
+
+
+def test_none_is_neither_a_run_nor_a_choice(tmp_path):
+    (tmp_path / "config.resolved.json").write_text("{}")
+    no_run = "run: got null, expected the path of a folder"
+    for call, message in [
+        (lambda: evaluate(None), no_run),
+        (lambda: generate(None, ["a"]), no_run),
+        (lambda: inspect_run(None), no_run),
+        (lambda: compare([tmp_path, None]), no_run),
+        (lambda: branch(None, 2, "new"), no_run),
+        (lambda: export(None, "out"), no_run),
+        (lambda: export(tmp_path, None), "-o: got null, expected the path of a folder"),
+        (lambda: export(tmp_path, "out", format=None), "--format None: unknown value; expected one of: safetensors, "),
+        (lambda: export(tmp_path, "out", dtype=None), "--dtype None: unknown value; expected one of: "),
+        (lambda: Weights.parse(None), "--weights None: unknown value; expected one of: raw, ema, mean:PHASE"),
+    ]:
+        with pytest.raises(InputError) as told:
+            call()
+        assert str(told.value).startswith(message)
 
 
 def test_paths_may_be_given_as_paths(text_folder, tmp_path):

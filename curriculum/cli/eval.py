@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, print_lines, step_text, tell_untrained
+from curriculum.cli.options import (
+    STEP,
+    STORE_DIR,
+    WEIGHTS,
+    pass_over_read_only_stores,
+    print_json,
+    print_lines,
+    step_text,
+    tell_untrained,
+)
 
 
 @click.command()
@@ -33,6 +42,7 @@ def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, sto
     """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
     from curriculum.evaluate import evaluate
 
+    pass_over_read_only_stores()
     measured = evaluate(
         run,
         step=step,

@@ -8,7 +8,15 @@ from dataclasses import asdict
 
 import click
 
-from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS, print_json, step_text, tell_untrained
+from curriculum.cli.options import (
+    STEP,
+    STORE_DIR,
+    WEIGHTS,
+    pass_over_read_only_stores,
+    print_json,
+    step_text,
+    tell_untrained,
+)
 from curriculum.disk.append import discard
 from curriculum.errors import InputError
 from curriculum.sampling import Sampling
@@ -83,6 +91,7 @@ def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_di
     if problems:
         raise InputError(*problems)
 
+    pass_over_read_only_stores()
     loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir)
     tell_untrained(loaded.step, step)
     warnings = list(loaded.warnings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def tell_untrained(step: int | None, asked: str | None) -> None:
     """Tell on stderr that the checkpoint which was taken, as none was asked for, is of before any training."""
     if step == 0 and asked is None:
         click.echo("note: step 0 is what the run began with; --step latest takes the last checkpoint", err=True)
+
+
+def pass_over_read_only_stores() -> None:
+    """Print no warning that compiled programs cannot be kept: a run that is only read may have others' stores."""
+    warnings.filterwarnings("ignore", "Error writing persistent compilation cache")
 
 
 def print_json(told: Any) -> None:

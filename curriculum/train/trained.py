@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +43,6 @@ def load_trained(saved: Saved, store_dir: str | Path) -> Trained:
     tune_device(config.train.deterministic)
     check_platform()
     cache_compiled(store_dir)
-    warnings.filterwarnings("ignore", "Error writing persistent compilation cache")  # the folder may be read-only
     unfit_mesh = None
     try:
         mesh = make_mesh(config.mesh)
