@@ -59,7 +59,12 @@ class Run:
     @property
     def name(self) -> str:
         """The config's name; for a branch, whose config has its trunk's name, the name of its directory."""
-        return self.resolved["name"] if self.branched_from is None else self.directory.path.resolve().name
+        return self.resolved["name"] if self.branched_from is None else self.real_path.name
+
+    @cached_property
+    def real_path(self) -> Path:
+        """The absolute path of its directory, without links: what tells runs apart."""
+        return self.directory.path.resolve()
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

@@ -169,6 +169,14 @@ def test_only_the_evals_that_are_compared_are_looked_into(tmp_path):
     assert read == [*[False] * 5, True] * 2  # steps 0 to 100 of two runs
 
 
+def test_the_path_of_a_run_is_resolved_once_not_for_each_other_run(tmp_path, monkeypatch):
+    runs = [load_run(write_run(tmp_path / name, {"val": lambda step: 3.0})) for name in "abcd"]
+    resolve, resolved = Path.resolve, []
+    monkeypatch.setattr(Path, "resolve", lambda path: resolved.append(path.name) or resolve(path))
+    assert len(compare_runs(runs).runs) == 4
+    assert sorted(resolved) == [*"abcd"]
+
+
 def test_a_set_measured_less_often_counts_where_it_was_measured(tmp_path):
     losses = {"val": lambda step: 3.0, "rare": lambda step: 2.0 if step in (0, 60, 100) else None}
     first = write_run(tmp_path / "first", losses)

@@ -250,7 +250,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     A run that is given twice is numbered.
     """
     paths = [run.directory.path for run in runs]
-    whole = [path.resolve() for path in paths]
+    whole = [run.real_path for run in runs]
     long = [
         str(path) if any(other.name == own.name and other != own for other in whole) else own.name
         for path, own in zip(paths, whole, strict=True)

@@ -20,18 +20,18 @@ def began_at(run: Run, base: Run) -> int | None:
     the one that is meant, it alone is; else, as the base was moved or another run is in its place, any run of that name
     and time is. Of a base that does not tell when it was begun only the path and the order of the starts decide.
     """
-    path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
+    path, wanted = run.real_path, base.real_path
     if path == wanted:
         return None
-    its_start, timestamp = _started_at(base), datetime.fromisoformat(base.start["timestamp"])
     began, lineage = run.start["timestamp"], run.start["lineage"]
     while lineage:
         if lineage.get("run") == base.resolved["name"]:
             there = run_near(base_directory(lineage), path)
             is_there = there is not None and there.path.resolve() == wanted
-            meant = lineage.get("started_at")
+            its_start, meant = _started_at(base), lineage.get("started_at")
             if None in (its_start, meant):
-                is_base = is_there and timestamp <= datetime.fromisoformat(began)
+                first, later = (datetime.fromisoformat(at) for at in (base.start["timestamp"], began))
+                is_base = is_there and first <= later
             elif there is not None and there.path.resolve() != path and _started_at(load_run(there.path)) == meant:
                 is_base = is_there
             else:
@@ -60,7 +60,7 @@ def shared_past(first: Run, second: Run) -> int | None:
     since changed its past, such as a trunk resumed from before the branching, it is the last step up to which their
     records agree.
     """
-    if first.directory.path.resolve() == second.directory.path.resolve() or first.start != second.start:
+    if first.real_path == second.real_path or first.start != second.start:
         return None
     points = _branchings(first) ^ _branchings(second)
     return _agreed(first, second, min(step for step, _ in points)) if points else None
