@@ -767,6 +767,7 @@ def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch,
     def gone_at_5(run, done):
         log(run, done)
         if done == 5:
+            run.settle(done)
             run_dir.rename(tmp_path / "elsewhere") if moved else shutil.rmtree(run_dir)
 
     monkeypatch.setattr(trainer, "log", gone_at_5)
@@ -774,8 +775,8 @@ def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch,
     with pytest.raises(InputError, match="run: was moved or removed while the run trained; if it is elsewhere"):
         tiny_train(place, run_dir, logging={"every": 5, "tensorboard": False})
     assert "stopped" not in capsys.readouterr().out  # where to resume from says the error, if anywhere
+    assert not run_dir.exists()  # else `mv` would move the run into what is there
     if moved:
-        shutil.rmtree(run_dir, ignore_errors=True)
         (tmp_path / "elsewhere").rename(run_dir)
         monkeypatch.undo()
         tiny_train(place, run_dir, "latest", logging={"every": 5, "tensorboard": False})

@@ -123,6 +123,7 @@ def main(folder: Path):
     jax.config.update("jax_num_cpu_devices", 8)
     write_corpus(folder, WORDS)
     store, told, setups, saves, saved = folder / "store", {}, {}, {}, {}
+    (folder / "checkpoints").mkdir()
     for mesh in MESHES:
         setups[mesh] = build(build_config(config_data(folder, mesh)), store)
         saves[mesh] = Checkpoints(folder / "checkpoints" / "x".join(map(str, mesh)))

@@ -52,13 +52,17 @@ class Running:
 
         return from_first(on_disk)
 
+    def check_there(self) -> None:
+        """Raise InputError if the run's directory was moved or removed: nothing may take its place."""
+        if not from_first(lambda: self.directory.has_config):
+            raise gone(self.directory.path)
+
     def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
         """Start saving the run after `done` updates; `offsets` are the lengths of its record.
 
-        Raises InputError if the run's directory was moved or removed meanwhile.
+        Raises InputError as `check_there` does.
         """
-        if not from_first(lambda: self.directory.has_config):
-            raise gone(self.directory.path)
+        self.check_there()
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
 

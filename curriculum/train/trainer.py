@@ -338,6 +338,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         started = time.perf_counter()
         suite = setup.suite_at(done)
         results = _measure(run, done, suite, run.state.params, names)
+        run.check_there()
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is made from saved checkpoints, and written after the saves under way.
             run.settle(done)

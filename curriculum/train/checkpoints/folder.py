@@ -150,12 +150,12 @@ class Checkpoints:
 
     def _adopt_saved(self, saving: Future, folder: Path) -> None:
         saving.result()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
         self.adopt(folder)
 
     def _begin(self, step: int, items: ocp.args.Composite) -> None:
         if together.is_first():
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(exist_ok=True)
             self._drop_partial()  # left by a failed save, some of whose writes may have ended since
         together.wait_for_all()
         self._writer.save(self._partial(step), items)
