@@ -166,7 +166,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
     assert code == 2
     assert (
         f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: File too large; the last good one is of step 6; "
-        "free disk space and continue with --resume latest"
+        "raise the limit on the size of a file (ulimit -f) and continue with --resume latest"
     ) in errors
     assert "bytes could not be written: they are lost" in errors
     assert damage(run_dir / "checkpoints/6") is None
@@ -182,7 +182,8 @@ def test_the_last_good_step_is_the_one_that_the_run_goes_on_from(place, tmp_path
     run_dir, sections = tmp_path / "run", {"checkpoint": {"every": every, "keep": 3}}
     code, errors = train_in_process(place, run_dir, {full: "full"}, **sections)
     assert code == 2 and (run_dir / f"gold/{6 if every == 4 else 3}").is_dir()
-    why = f"File too large; the last good one is of step {last}; free disk space and continue with --resume latest"
+    mend = "raise the limit on the size of a file (ulimit -f) and continue with --resume latest"
+    why = f"File too large; the last good one is of step {last}; {mend}"
     assert f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: {why}" in errors
     code, errors = train_in_process(place, run_dir, resume="latest", **sections)
     assert code == 0, errors
@@ -193,7 +194,8 @@ def test_the_last_good_step_is_the_one_that_the_run_goes_on_from(place, tmp_path
 def test_a_run_that_cannot_be_begun_or_taken_up_is_told(place, whole, tmp_path):
     run_dir = tmp_path / "run"
     message = (
-        f"{run_dir}: File too large: nothing was trained; fix that (free disk space, grant write permission), then"
+        f"{run_dir}: File too large: nothing was trained; fix that (raise the limit on the size of a file (ulimit -f), grant "
+        "write permission), then"
     )
     code, errors = train_in_process(place, run_dir, {"begin": "full"}, **BOARD)
     assert code == 2 and message in errors

@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from curriculum.cli.importing import importing
-from curriculum.disk.append import discard, is_disk_error, tell
+from curriculum.disk.append import discard, how_to_make_room, is_disk_error, tell
 from curriculum.errors import InputError, is_out_of_memory, nearest
 
 _TAKES_LESS = (
@@ -166,7 +166,7 @@ def run_command() -> None:
         if not is_disk_error(error) or error.filename is not None:
             raise
         discard(sys.stdout)  # mostly it was that; at its exit Python would try to write the rest
-        _refuse([f"cannot write: {error.strerror}; free disk space, or write to another place"])
+        _refuse([f"cannot write: {error.strerror}; {how_to_make_room(error)}, or write to another place"])
 
 
 def _refuse(problems: Sequence[str], details: Sequence[str] = ()) -> NoReturn:

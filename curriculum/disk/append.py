@@ -18,6 +18,12 @@ def is_disk_error(error: object) -> bool:
     return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 
+def how_to_make_room(error: OSError) -> str:
+    """What lets a disk take what it refused with this error, to begin a sentence with."""
+    of_file = error.errno == errno.EFBIG  # most often the limit of a shell or a batch system
+    return "raise the limit on the size of a file (ulimit -f)" if of_file else "free disk space"
+
+
 def discard(stream: TextIO) -> None:
     """Let what is written to a stream go nowhere from here on, as its reader or its disk does not take it.
 

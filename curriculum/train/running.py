@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from curriculum.disk.append import is_disk_error
+from curriculum.disk.append import how_to_make_room, is_disk_error
 from curriculum.errors import InputError
 from curriculum.record.events import Record
 from curriculum.run_directory import RunDirectory
@@ -38,7 +38,8 @@ class Running:
     results: Results = field(init=False)
     # From before the newest gold decision, whose checkpoint may still be being saved.
     gold_before: GoldState = field(default_factory=GoldState)
-    why_not_saved: str = ""  # the reason of the last save that failed
+    why_not_saved: str = ""  # the reason of the last save that failed,
+    mending: str = ""  # and what the user can do about it
 
     def __post_init__(self):
         self.results = Results(self.directory)
@@ -125,7 +126,7 @@ class Running:
             self.history = replace(self.history, gold=gold)
         elif place == "gold" and int(step) in from_first(self.best.gold.steps):
             return
-        self.why_not_saved = error.strerror
+        self.why_not_saved, self.mending = error.strerror, how_to_make_room(error)
         every, total = self.setup.config.checkpoint.every, self.setup.course.total_steps
         after = done if int(step) < done else done + 1
         planned = min(-(-after // every) * every, total)
@@ -166,7 +167,7 @@ class Running:
             good = (
                 "there is no good one: the run starts over" if last is None else f"the last good one is of step {last}"
             )
-            why, mending = f"could not be saved: {self.why_not_saved}", "free disk space and "
+            why, mending = f"could not be saved: {self.why_not_saved}", f"{self.mending} and "
             if not self.why_not_saved:
                 why, mending = "is missing, although no save failed", ""
             raise InputError(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from curriculum.disk.append import tell
+from curriculum.disk.append import how_to_make_room, tell
 from curriculum.disk.durable import sync
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
@@ -95,7 +95,7 @@ def writable(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free disk space, grant write permission"
+        fix = f"{how_to_make_room(error)}, grant write permission"
         if error.errno == errno.EXDEV:
             fix = f"its folder is on another disk than {directory.path}: put all of the run on one"
         raise InputError(
