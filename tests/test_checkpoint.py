@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -781,6 +782,27 @@ def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch,
         monkeypatch.undo()
         tiny_train(place, run_dir, "latest", logging={"every": 5, "tensorboard": False})
         assert load_run(run_dir).complete["step"] == 12
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_what_fails_in_a_folder_that_was_removed_hides_no_other_error(tmp_path, monkeypatch, removed):
+    """A save under way fails as it is waited for, which is told, and once more as its writer is closed."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.resolved.json").touch()
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints")
+    save(checkpoints, 1)
+    checkpoints.wait()
+    close = checkpoints._writer.close
+
+    def fails():
+        close()
+        raise ValueError('NOT_FOUND: Error writing "primary/0.0" in OCDBT database')
+
+    monkeypatch.setattr(checkpoints._writer, "close", fails)
+    if removed:
+        shutil.rmtree(tmp_path / "run")
+    with nullcontext() if removed else pytest.raises(ValueError, match="NOT_FOUND"):
+        checkpoints.close()
 
 
 def test_a_resume_with_other_software_is_told(place, run, monkeypatch, capsys):

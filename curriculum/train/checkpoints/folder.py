@@ -210,11 +210,12 @@ class Checkpoints:
             if together.count() > 1:
                 return cannot_be_saved(self.directory / str(step), error)
             return SaveFailed(error, f"{self.directory.name}/{step}")
-        return (
-            error
-            if self.directory.exists() and RunDirectory(self.directory.parent).has_config
-            else gone(self.directory.parent)
-        )
+        return error if self._is_there else gone(self.directory.parent)
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether the run's directory was neither moved nor removed; a save under way may have made it anew."""
+        return self.directory.exists() and RunDirectory(self.directory.parent).has_config
 
     def wait(self) -> None:
         """Return once every save is on disk. Raises what made one fail, once."""
@@ -245,7 +246,7 @@ class Checkpoints:
                 try:
                     self._writer.close()
                 except (OSError, ValueError) as error:  # repeats the failure that `wait` raised
-                    if not is_disk_error(error := disk_error(error)):
+                    if self._is_there and not is_disk_error(error := disk_error(error)):
                         raise error from None
                 finally:
                     del self._writer
