@@ -20,6 +20,7 @@ from curriculum.record.events import (
     last_gold,
     read_events,
     read_metrics,
+    read_train_losses,
     record_name,
 )
 from curriculum.run_directory import RunDirectory, names_in
@@ -70,6 +71,11 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
         return read_metrics(self.directory.path)
+
+    @cached_property
+    def train_losses(self) -> list[tuple[int, Any]]:
+        """(step, training loss) of each row of metrics.jsonl, for those who compare many long runs."""
+        return read_train_losses(self.directory.path)
 
     @property
     def start(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from related_runs import begun, branch, by_document, change_config, cut_otherwis
 from written_run import write_run
 
 from curriculum.errors import InputError
+from curriculum.record.events import eval_sets
 from curriculum.run import load_run
 from curriculum.views.compare import compare
 from curriculum.views.compare_text import notes, table
@@ -234,6 +235,20 @@ def test_the_past_that_branches_share(tmp_path):
     comparison = compare([trunk, at_60])
     assert comparison.shared == ({"runs": ("trunk", "at_60"), "step": 60},)
     assert "trunk and at_60 are the same run up to step 60, and separate runs after it" in table(comparison)
+
+
+def test_what_two_records_begin_with_alike_is_not_looked_into(tmp_path, monkeypatch):
+    losses = {"val": lambda step: 3.0}
+    trunk = write_run(tmp_path / "trunk", losses)
+    leaf = branch(trunk, tmp_path / "leaf", 60, losses)
+    looked_at = []
+    monkeypatch.setattr(
+        "curriculum.views.shared_past.eval_sets", lambda event: looked_at.append(event["step"]) or eval_sets(event)
+    )
+    assert shared_past(load_run(trunk), load_run(leaf)) == 60 and looked_at == []
+    lines = (leaf / "events.jsonl").read_text().replace('"step": 40,', '"step": 40, "val_loss": 3.0, "seen": 1,')
+    (leaf / "events.jsonl").write_text(lines)
+    assert shared_past(load_run(trunk), load_run(leaf)) == 60 and looked_at == [40, 60, 40, 60]
 
 
 def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path):

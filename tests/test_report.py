@@ -747,7 +747,7 @@ def test_what_cannot_be_reported_is_said(rich, tmp_path):
 def test_damaged_runs_of_a_folder_are_left_out_and_told(tmp_path):
     runs = [write_run(tmp_path / "runs" / name, {"val": lambda step: 3.0}) for name in "abcde"]
     (runs[1] / "config.resolved.json").write_text("{")
-    (runs[2] / "metrics.jsonl").write_text("{\n")
+    (runs[2] / "metrics.jsonl").write_text('{\n{"step": 1}\n')
     (runs[3] / "events.jsonl").write_text("")
     without("from_phase")(runs[4] / "events.jsonl")
     output = tmp_path / "r.html"
@@ -790,6 +790,19 @@ def test_a_field_that_an_event_lacks_is_told_by_what_shows_it(rich, tmp_path):
     assert shown["eval", "val_loss"] and shown["phase_switch", "from_phase"] is None
     assert told("phase_switch", "from_phase", lambda loaded: report([loaded]))
     assert told("training_start", "sources", lambda loaded: report([loaded])) is None
+
+
+def test_rows_that_are_not_drawn_are_not_read(tmp_path):
+    """Those of many long runs do not fit into memory; a page of more than four runs shows the last of each alone."""
+    for name in "abcdef":
+        metrics = write_run(tmp_path / "runs" / name, {"val": lambda step: 3.0}) / "metrics.jsonl"
+        metrics.write_text("{\n" + ("" if name == "f" else metrics.read_text()))
+    output = tmp_path / "r.html"
+    [line] = write_report([tmp_path / "runs"], output)
+    assert "f/metrics.jsonl: last line: got " in line and "<h1>5 runs</h1>" in output.read_text()
+    shutil.rmtree(tmp_path / "runs/e")
+    with pytest.raises(InputError, match=r"a/metrics.jsonl:1: got "):
+        write_report([tmp_path / "runs"], output)
 
 
 def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from datetime import datetime
@@ -186,6 +186,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return _read(run_dir, METRICS)
 
 
+def read_train_losses(run_dir: Path) -> list[tuple[int, Any]]:
+    """(step, training loss as written) of each metrics row; the rows themselves would take ten times the memory."""
+    return [(row["step"], row["loss"]) for row in _lines(run_dir, METRICS)]
+
+
 def last_row(run_dir: Path) -> dict[str, Any] | None:
     """The last complete metrics row, without reading the rest; None if there is none. Raises InputError if broken."""
     path = run_dir / METRICS
@@ -297,12 +302,17 @@ def _rounded(name: str, value: Any) -> Any:
 
 
 def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [*_lines(run_dir, name)]
+
+
+def _lines(run_dir: Path, name: str) -> Iterator[dict[str, Any]]:
     path = run_dir / name
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
     with readable(path), open(path, "rb") as file:  # line by line: the rows of a long run are hundreds of megabytes
-        whole = ((i, line[:-1]) for i, line in enumerate(file, start=1) if line.endswith(b"\n"))
-        return [_Line(_checked(line, f"{path}:{i}", _KEYS[name]), path, i) for i, line in whole]
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _Line(_checked(line[:-1], f"{path}:{number}", _KEYS[name]), path, number)
 
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError, check_several
+from curriculum.record.events import last_row
 from curriculum.run import Run, left_out, load_runs, of_whole_runs
 from curriculum.views.compare import labels
 from curriculum.views.inspection import inspect_run
 from curriculum.views.page import document, tag
 from curriculum.views.report_run import of_run
-from curriculum.views.report_runs import of_runs
+from curriculum.views.report_runs import MOST_WHOLE, of_runs
 
 
 def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> list[str]:
@@ -31,7 +32,9 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     path = Path(output)
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file path in an existing folder, such as report.html")
-    runs, damaged = load_runs(run_dirs, lambda run: (run.start, run.metrics))
+    runs, damaged = load_runs(run_dirs, lambda run: (run.start, last_row(run.directory.path)))
+    if len(runs) <= MOST_WHOLE:  # whose rows are drawn; those of many long runs would not fit into memory
+        runs, damaged = load_runs(run_dirs, lambda run: (run.start, run.metrics))
     page = of_whole_runs(lambda whole: report(whole, left_out(damaged)), runs, damaged, run_dirs)
     # A folder's name need not be valid text: other bytes are shown escaped.
     page = page.encode(errors="backslashreplace").decode()

@@ -35,7 +35,7 @@ from curriculum.views.report_run import of_run
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
-_MOST_WHOLE = 4  # runs up to which the page holds each one's own report: with many sets each is megabytes
+MOST_WHOLE = 4  # runs up to which the page holds each one's own report: with many sets each is megabytes
 _MOST_OF_SECTION = 200  # keys of a section of the config that are shown
 _MOST_KEYS = 15  # more differing keys are folded, as they would push the comparison off the first screen
 
@@ -43,7 +43,7 @@ _MOST_KEYS = 15  # more differing keys are folded, as they would push the compar
 def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
     """The page's sections: config differences, the comparison, eval charts, and each run's own report, folded.
 
-    A page with more than _MOST_WHOLE runs leaves out the reports of single runs.
+    A page with more than MOST_WHOLE runs leaves out the reports of single runs.
     """
     colors = figures.colors_of(names)
     facts = [inspect_run(run) for run in runs]
@@ -79,7 +79,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
 
 
 def _single_reports(runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Markup]:
-    if len(runs) > _MOST_WHOLE:
+    if len(runs) > MOST_WHOLE:
         return [note("For the full report of one run: curriculum report RUN -o FILE")]
     return [
         tag("section", tag("h2", name), folded("Full report of this run", *of_run(run, of_it, name)))

@@ -67,26 +67,41 @@ def shared_past(first: Run, second: Run) -> int | None:
 
 
 def _agreed(first: Run, second: Run, step: int) -> int:
-    """`step`, or the last earlier step in both records up to which all their losses agree."""
-    ours, theirs = _recorded(first), _recorded(second)
-    agreed = 0
-    for at in sorted(s for s in ours.keys() & theirs.keys() if s <= step):
+    """`step`, or the last earlier step in both records up to which all their losses agree.
+
+    What both records begin with, mostly nearly all up to `step`, is only found to be equal, not looked into.
+    """
+    alike = [0]  # recorded steps
+    ours: dict[int, dict[str, Any]] = {}
+    theirs: dict[int, dict[str, Any]] = {}
+    for recorded in (_evals, _train_losses):
+        of_first, of_second = (recorded(run, step) for run in (first, second))
+        pairs = enumerate(zip(of_first, of_second, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(of_first), len(of_second)))
+        alike += [at for at, _ in of_first[:same]]
+        for found, of_run in ((ours, of_first), (theirs, of_second)):
+            for at, losses in of_run[same:]:
+                found.setdefault(at, {}).update(_losses(losses))
+    for at in sorted(ours.keys() & theirs.keys()):
         if any(ours[at][key] != theirs[at][key] for key in ours[at].keys() & theirs[at].keys()):
-            return agreed
-        agreed = at
+            return max(earlier for earlier in alike if earlier < at)
+        alike.append(at)
     return step
 
 
-def _recorded(run: Run) -> dict[int, dict[str, Any]]:
-    """Every loss in a run's record: {step: {what was measured: loss}}."""
-    found: dict[int, dict[str, Any]] = {}
-    for event in run.events:
-        if event["event"] == "eval":
-            losses = {f"eval {name}": measured.loss for name, measured in eval_sets(event).items()}
-            found.setdefault(event["step"], {}).update(losses)
-    for row in run.metrics:
-        found.setdefault(row["step"], {})["train"] = row["loss"]
-    return found
+def _evals(run: Run, step: int) -> list[tuple[int, Any]]:
+    return [(event["step"], event) for event in run.events if event["event"] == "eval" and event["step"] <= step]
+
+
+def _train_losses(run: Run, step: int) -> list[tuple[int, Any]]:
+    return [row for row in run.train_losses if row[0] <= step]
+
+
+def _losses(recorded: Any) -> dict[str, Any]:
+    """By what was measured; `recorded` is an `eval` event or a training loss."""
+    if isinstance(recorded, dict):
+        return {f"eval {name}": measured.loss for name, measured in eval_sets(recorded).items()}
+    return {"train": recorded}
 
 
 def _branchings(run: Run) -> set[tuple[int, str]]:
