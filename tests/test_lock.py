@@ -1,5 +1,6 @@
 """One writer: who holds a run directory, and when it is free."""
 
+import fcntl
 import json
 import os
 import signal
@@ -88,6 +89,19 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
         os.close(child)
         os.waitpid(pid, 0)
         os.close(ends)
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_release_the_lock(tmp_path):
+    """As it leaves the `with` by an exception, say."""
+    with RunLock(tmp_path) as lock:
+        lock.take()
+        if (pid := os.fork()) == 0:
+            lock.__exit__()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with open(tmp_path / ".lock") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert take(tmp_path)
 
 
 def test_a_lock_is_ones_own_by_the_file_not_by_the_process_number(holder, tmp_path):

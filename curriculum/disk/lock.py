@@ -31,6 +31,7 @@ class RunLock:
     def __init__(self, run_dir: Path):
         self.path = run_dir / LOCK
         self._descriptor: int | None = None
+        self._taken_by: int | None = None  # the process
 
     def __enter__(self) -> RunLock:
         return self
@@ -38,7 +39,9 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             self._held.discard(_identity(self._descriptor))
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor as well
+            # A process forked meanwhile has the descriptor as well. It must neither keep the lock nor release it.
+            if self._taken_by == os.getpid():
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -73,7 +76,7 @@ class RunLock:
             raise InputError(
                 f"{self.path.parent}: is being trained by {holder}; wait for it, stop it, or choose another --run-dir"
             ) from None
-        self._descriptor = descriptor
+        self._descriptor, self._taken_by = descriptor, os.getpid()
         self._held.add(_identity(descriptor))
         own = {
             "pid": os.getpid(),
