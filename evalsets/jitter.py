@@ -83,12 +83,12 @@ def _unless_bent(usual: Scatter, other: Scatter) -> Scatter:
 
 
 def _without_first_fall(history: History) -> History:
-    """The history without the evals, at most a third of its first phase, from which the loss only fell at first.
+    """The history without the first evals of the run's first phase, at most a third of those there, while losses fell.
 
-    As long as it reaches back to the start of that phase. Scatter makes such a fall of several evals rarely.
+    Scatter makes such a fall of several evals rarely. Of one that has begun before the history the rest is left out.
     """
     places = np.flatnonzero(history.phases_H == 0)
-    if not len(places) or places[0] == 0:
+    if not len(places):
         return history
     start, end = places[0], places[0] + len(places) // 3
     losses_XH = history.losses_H.copy()

@@ -181,6 +181,19 @@ def test_a_steep_start_of_a_run_of_twenty_evals_does_not_hide_a_rise(item_error,
     assert np.mean(found) >= at_least
 
 
+@pytest.mark.parametrize("first", [25, 26, 27])
+def test_a_steep_start_does_not_hide_a_rise_while_its_evals_are_being_forgotten(first):
+    """24 evals are remembered: the one before the first update leaves before the others of the fall do."""
+    fall = lambda k: 2.8 * (1 - math.exp(-k / 2))  # noqa: E731
+    simulation = Simulation(np.random.default_rng(15), (300,), 0.0, 0.01, fall, 0.0067, 0.01, phase_ends=(40,))
+    for _ in range(first - 1):
+        seen = simulation.eval()
+        assert np.mean(seen.states_B == REGRESSED) == 0
+    assert np.median(seen.detectable) < 0.12
+    simulation.rise = np.full(300, 0.2)
+    assert np.mean(np.any(simulation.eval().states_B == REGRESSED, axis=-1)) >= 0.97
+
+
 @pytest.mark.parametrize(("rho", "jitter", "at_most"), [(0.0, 0.02, 0.01), (0.5, 0.02, 0.01), (0.0, 0.03, 0.02)])
 def test_a_steep_start_of_a_run_of_twenty_evals_makes_no_false_alarms(rho, jitter, at_most):
     rng = np.random.default_rng([14, int(100 * jitter), int(10 * rho)])

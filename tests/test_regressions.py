@@ -107,7 +107,7 @@ def slow_scatter(evals, typical_item, best_step):
         return found[-1] if found and bound(*found[0]) > 2 * bound(*found[-1]) else found[0] if found else (0.0, 0, 7)
 
     first = [e for e in evals if e[1] == 0]
-    fallen = 0 if len(evals) == 24 and evals[0][1] == 0 else len(first) // 3
+    fallen = len(first) // 3
     while any(first[i + 1][2] >= first[i][2] for i in range(fallen)):
         fallen -= 1
     late = [e for e in evals if e not in first[:fallen]]
@@ -127,7 +127,7 @@ def slow_scatter(evals, typical_item, best_step):
         (lambda k: 9 * 0.8**k - 0.3 * math.sqrt(k) + 0.02 * k, {"unmeasured", "alone", "combined"}),
         (
             lambda k: -0.05 * k + 0.15 * max(0, k - 21),
-            {"unmeasured", "alone", "combined", "cut"},
+            {"unmeasured", "alone", "combined", "cut", "settled"},
         ),  # it turns amid a phase
         (
             lambda k: 0.6 * max(0, 2 - k) - 0.05 * k,
