@@ -204,14 +204,14 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
 
 def before(directory: RunDirectory) -> fields.Before:
     """What the record of a run that is taken up tells, before it is cut back."""
-    row, events = None, []
+    row, events, alarm = None, [], None
     with suppress(InputError):
         row = last_row(directory.path)
     with suppress(InputError):
         events = read_events(directory.path)
+        alarm = stopping_alarm(events, max([row["step"] if row else 0, *(e["step"] for e in events[-1:])]))
     software = next((e["software"] for e in reversed(events) if "software" in e), None)
-    last = max([row["step"] if row else 0, *(event["step"] for event in events[-1:])])
-    return fields.Before(row and row["step"], software, stopping_alarm(events, last))
+    return fields.Before(row and row["step"], software, alarm)
 
 
 def record_as_of(
