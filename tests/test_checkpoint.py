@@ -1,6 +1,7 @@
 """Checkpoints that can be believed: what is restored verifies, and what is damaged is told and gone round."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -782,6 +783,17 @@ def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch,
         monkeypatch.undo()
         tiny_train(place, run_dir, "latest", logging={"every": 5, "tensorboard": False})
         assert load_run(run_dir).complete["step"] == 12
+
+
+def test_a_finished_run_is_finished_whoever_hears_it(place, run, monkeypatch):
+    """As where a scheduler's pipe has no reader any more, or a daemon has closed its output."""
+    closed, (reader, writer) = io.StringIO(), os.pipe()
+    closed.close()
+    os.close(reader)
+    with open(writer, "w") as unread, open("/dev/full", "w") as full:
+        for stdout in (closed, unread, full, None):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert tiny_train(place, run, "latest")["step"] == 12
 
 
 @pytest.mark.parametrize("removed", [True, False])

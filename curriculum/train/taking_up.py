@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from curriculum.disk.append import how_to_make_room, tell
+from curriculum.disk.append import discard, how_to_make_room, tell
 from curriculum.disk.durable import sync
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
@@ -69,7 +70,10 @@ def finished(
         changes = [] if edit is None else edit["changes"]
         if any(not change["path"].startswith("evalsets.") for change in changes):
             unsaid += " The changes in the config have no effect: all steps are trained."
-        print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unsaid}")
+        try:
+            print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unsaid}", flush=True)
+        except (OSError, ValueError):  # its reader is gone, its disk full, or it is closed: the run is finished
+            discard(sys.stdout)
     return complete
 
 
