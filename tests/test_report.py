@@ -805,6 +805,13 @@ def test_rows_that_are_not_drawn_are_not_read(tmp_path):
         write_report([tmp_path / "runs"], output)
 
 
+@pytest.mark.parametrize(("num_curves", "drawn"), [(1, 335), (7, 7 * 335), (40, 40 * 68)])
+def test_of_many_lines_in_a_chart_each_has_fewer_points(num_curves, drawn):
+    """Of 1,001 points of one line every third, and the last; of one among forty, every fifteenth."""
+    curves = [Curve(f"{i}", "#0072b2", range(1001), [1.0 + i] * 1001) for i in range(num_curves)]
+    assert eval_chart("all", curves).count("<circle") == drawn
+
+
 def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):
     output = tmp_path / "r.html"
     older = "<!doctype html>older"

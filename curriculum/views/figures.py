@@ -27,6 +27,7 @@ RED, GOLD = "#c62828", "#e0a100"
 WIDE = (1040, 330)
 PANEL = (500, 250)
 MAX_POINTS = 400
+_MAX_OF_CHART = 2800  # points of all its lines together: each has a tooltip, and a page may have a chart for each set
 _MAX_COLUMNS, _ROW_HEIGHT = 80, 20  # of a chart of rises
 _ON_TOP = 0.985  # of the height: the marks of evals that are not finite
 _INK, _MUTED, _AXIS, _LINE, _SHADE, _PAPER = "#202124", "#6b7280", "#b6bcc4", "#e3e7ec", "#f6f8fa", "#ffffff"
@@ -123,7 +124,7 @@ def eval_chart(
         figure, axes = _axes(size, right=right, top=24 if phases and wide else 10)
         _shade(axes, phases, _x_range(curves), names=wide)
         for curve in curves:
-            _draw(axes, curve)
+            _draw(axes, curve, len(curves))
         _fit_y(axes, curves)
         for curve in curves:
             _marks(axes, curve)
@@ -217,7 +218,7 @@ def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, 
         figure, axes = _axes(PANEL, left=62 if from_zero else 44)
         _shade(axes, phases, (0, _x_range(curves)[1]), names=False)  # from 0, as in the mixture chart
         for curve in curves:
-            _draw(axes, curve)
+            _draw(axes, curve, len(curves))
         if from_zero:
             axes.set_ylim(0, 1.08 * max((y for c in curves for y in c.ys if math.isfinite(y)), default=1) or 1)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_rate(y)))
@@ -308,8 +309,8 @@ def _shade(axes: Axes, phases: Sequence[Phase], x_range: tuple[float, float], *,
             axes.annotate(name, ((start + end) / 2, 1), (0, 7), ha="center", color=_MUTED, fontsize=10.5, **at)
 
 
-def _draw(axes: Axes, curve: Curve) -> None:
-    xs, ys, sems = _kept(curve)
+def _draw(axes: Axes, curve: Curve, beside: int) -> None:
+    xs, ys, sems = _kept(curve, beside)
     if any(sems):
         low = [y - 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
         high = [y + 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
@@ -326,9 +327,12 @@ def _draw(axes: Axes, curve: Curve) -> None:
                   markersize=7 if len(xs) == 1 else 3.5)  # fmt: skip
 
 
-def _kept(curve: Curve) -> tuple[list[float], list[float], list[float | None]]:
-    """At most MAX_POINTS points plus the last one, as (xs, ys, sems); a y that is not finite becomes NaN."""
-    every = -(-len(curve.xs) // MAX_POINTS) or 1
+def _kept(curve: Curve, beside: int) -> tuple[list[float], list[float], list[float | None]]:
+    """At most MAX_POINTS points plus the last one, as (xs, ys, sems); a y that is not finite becomes NaN.
+
+    Fewer of one of many lines in a chart, which are `beside` in all.
+    """
+    every = -(-len(curve.xs) // max(2, min(MAX_POINTS, _MAX_OF_CHART // beside))) or 1
     chosen = sorted({*range(0, len(curve.xs), every), len(curve.xs) - 1} if len(curve.xs) else ())
     ys = [curve.ys[i] if math.isfinite(curve.ys[i]) else math.nan for i in chosen]
     return [curve.xs[i] for i in chosen], ys, [curve.sems[i] if curve.sems else None for i in chosen]
@@ -444,7 +448,7 @@ def _told(axes: Axes, curves: Sequence[Curve], x_label: str, text_of: Callable[[
     """The tooltip of each drawn point, as the title of a transparent circle."""
     box, height, circles = axes.get_window_extent(), axes.figure.bbox.height, []
     for curve in curves:
-        for x, y, sem in zip(*_kept(curve), strict=True):
+        for x, y, sem in zip(*_kept(curve, len(curves)), strict=True):
             at_x, at_y = axes.transData.transform((x, y))
             if math.isfinite(y) and box.y0 <= at_y <= box.y1:
                 error = f" (sem {loss(sem)})" if sem else ""
