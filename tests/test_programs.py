@@ -507,13 +507,19 @@ def test_the_command_ends_while_something_is_compiled(ends, code, told):
     assert (done.returncode, done.stdout) == (code, "saved\n") and told in done.stderr
 
 
-def test_what_is_asked_of_closed_programs_is_no_program():
-    programs = Programs(lambda shape: shape)
+def test_what_is_asked_of_closed_programs_is_no_program_unless_it_is_ready_or_under_way():
+    begun, goes_on = threading.Event(), threading.Event()
+    programs = Programs(lambda shape: shape if shape == 1 else (begun.set(), goes_on.wait(10), shape)[-1])
     assert programs[1] == 1
+    programs.ahead([2, 3])
+    assert begun.wait(10)
     programs.close()
-    with pytest.raises(TypeError) as refused:
-        programs[2]
-    assert refused.value.__notes__ == ["while the update of 2 was compiled"]
+    goes_on.set()
+    assert (programs[1], programs[2]) == (1, 2)
+    for shape in (3, 4):
+        with pytest.raises(TypeError) as refused:
+            programs[shape]
+        assert refused.value.__notes__ == [f"while the update of {shape} was compiled"]
 
 
 def test_the_callers_context_of_jax_holds_for_what_is_compiled_ahead():

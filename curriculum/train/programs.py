@@ -100,7 +100,6 @@ class Programs:
         under way cannot be asked for any more.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
-        self._ahead = {shape: future for shape, future in self._ahead.items() if not future.cancelled()}
         # As a rule methods of what has these programs: all of it would stay until a garbage collection.
         self._compile = self._warm = None
 
