@@ -774,7 +774,10 @@ def test_a_run_directory_that_is_gone_ends_the_run(place, tmp_path, monkeypatch,
 
     monkeypatch.setattr(trainer, "log", gone_at_5)
     run_dir = tmp_path / "run"
-    with pytest.raises(InputError, match="run: was moved or removed while the run trained; if it is elsewhere"):
+    told = (
+        "run: was moved or removed while the run trained; if it is elsewhere, move it back, in place of what a save may"
+    )
+    with pytest.raises(InputError, match=told):
         tiny_train(place, run_dir, logging={"every": 5, "tensorboard": False})
     assert "stopped" not in capsys.readouterr().out  # where to resume from says the error, if anywhere
     assert not run_dir.exists()  # else `mv` would move the run into what is there

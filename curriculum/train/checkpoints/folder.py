@@ -340,8 +340,8 @@ def baselines_in(folder: Path) -> dict[str, np.ndarray]:
 def gone(run_dir: Path) -> InputError:
     """The error of a run whose directory is not where it was."""
     return InputError(
-        f"{run_dir}: was moved or removed while the run trained; if it is elsewhere, move it back, and continue with "
-        "--resume latest"
+        f"{run_dir}: was moved or removed while the run trained; if it is elsewhere, move it back, in place of what a "
+        "save may have left here, and continue with --resume latest"
     )
 
 
