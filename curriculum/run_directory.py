@@ -213,11 +213,15 @@ def replaced_as(folder: Path) -> Path:
 
 
 def put_back_replaced(place: Path) -> None:
-    """Give a step's folder its name again, if a kill came just before the one that replaces it had that name."""
+    """Give a step's folder its name again, if a kill came just before the one that replaces it had that name.
+
+    It is then the newest. Else it is what the disk refused to delete, perhaps a part of it.
+    """
+    newest = max(step_folders(place), default=-1)
     for name in names_in(place):
-        folder = place / name.removeprefix(".").removesuffix(".replaced")
-        if place / name == replaced_as(folder) and not folder.exists():
-            replaced_as(folder).rename(folder)
+        step = name.removeprefix(".").removesuffix(".replaced")
+        if step.isdecimal() and int(step) > newest and place / name == replaced_as(place / step):
+            (place / name).rename(place / step)
 
 
 def step_folders(place: Path) -> dict[int, Path]:

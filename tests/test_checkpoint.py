@@ -31,7 +31,7 @@ from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_led
 from curriculum.plan_resumed import plan_resumed
 from curriculum.record.sentences import verdict
 from curriculum.run import load_run
-from curriculum.run_directory import RunDirectory, replaced_as
+from curriculum.run_directory import RunDirectory, put_back_replaced, replaced_as
 from curriculum.saved_weights import chosen_again, find_weights, ledger_beside
 from curriculum.schema.adaptation import find_base
 from curriculum.train import trainer
@@ -669,6 +669,13 @@ def test_a_checkpoint_is_found_whose_replacement_was_killed_between_their_names(
     assert not (run.checkpoints / "12").exists()
     with RunLock(run.path) as lock:
         assert claim(run, lock, "latest")[0].folder == run.checkpoints / "12"
+
+
+def test_what_the_disk_kept_of_a_replaced_checkpoint_does_not_come_back_once_there_is_a_later_one(tmp_path):
+    for name in ("16", ".12.replaced", ".x.replaced"):
+        (tmp_path / name).mkdir()
+    put_back_replaced(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".12.replaced", ".x.replaced", "16"]
 
 
 def test_a_file_with_the_name_of_a_step_is_in_no_saves_way(tmp_path):
