@@ -1,7 +1,5 @@
 """A new run that shares another one's history up to a step, and goes its own way from there."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """The config: one YAML file, strictly read, every problem told with its place in the file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

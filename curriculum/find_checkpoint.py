@@ -1,7 +1,5 @@
 """Finding a run's checkpoint or mean by what the user calls it, and reading its ledger."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from numbers import Integral

@@ -1,7 +1,5 @@
 """The plan of a run before training: what each source gets, when, and warnings. Imports no jax, prepares no text."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The plan of a resumed run: what its config would change, and how the rest is planned. Nothing is touched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Warnings: settings with no effect, or a larger one than probably intended, and eval sets that tell too little."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict

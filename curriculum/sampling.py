@@ -1,7 +1,5 @@
 """The settings for drawing text from a model. They are apart from the drawing itself, as the config reads them too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real

@@ -7,8 +7,6 @@ block's last position and also begins the next block. The order is a pure functi
 A stream is an array of tokens, whose rows are consecutive tokens, or a `RowStream`, which makes its rows itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

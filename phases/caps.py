@@ -1,7 +1,5 @@
 """The segments of one phase: when a source reaches its cap, the phase goes on without it, or the run stops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

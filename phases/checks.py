@@ -1,7 +1,5 @@
 """Checks of phases that need no resolved step. Problems are (path in the config, message) pairs."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

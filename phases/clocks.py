@@ -1,7 +1,5 @@
 """When a phase ends, as the config says it: a step, a share of the run, tokens, or epochs of a source."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """The input that a schedule is resolved from, and its step counts as numbers, however the config gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple

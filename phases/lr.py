@@ -1,7 +1,5 @@
 """The learning rate at any step, as a list of pieces resolved before step 0."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ The tree is built from the leaves up so that this bound stays small for every so
 and it is kept small at both ends and between them; `Quotas.error_bound` is its largest value.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

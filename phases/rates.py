@@ -1,7 +1,5 @@
 """The learning rate of a whole schedule: assigns its pieces to the segments and checks them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

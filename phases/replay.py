@@ -1,7 +1,5 @@
 """Replay: a larger share of one source, from a step to the end of the phase, to counter forgetting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

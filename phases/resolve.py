@@ -1,7 +1,5 @@
 """Turns phases into segments before step 0: clocks become steps, ramps and caps are applied, rates become numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

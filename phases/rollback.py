@@ -1,7 +1,5 @@
 """Rollback: a schedule with a stretch of its data passed over, and from which update on losses are comparable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise

@@ -6,8 +6,6 @@ With fewer than 8 elements some orders are somewhat likelier than others: an ind
 No random generator takes part, so the order cannot change with numpy's random streams.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Check that a branch can train the steps between its checkpoint and its branch step again as its trunk did."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a branch takes over from its trunk: the record, checkpoints, evals and means up to its first checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`curriculum eval`."""
 
-from __future__ import annotations
-
 import click
 
 from curriculum.cli.options import (

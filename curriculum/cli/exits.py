@@ -1,7 +1,5 @@
 """How the commands that train end if the run is stopped."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """`curriculum export`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`curriculum generate`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`curriculum inspect`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

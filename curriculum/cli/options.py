@@ -1,7 +1,5 @@
 """Options that several commands share, and the config they make."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """`curriculum plan`."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from itertools import groupby
 from typing import Any

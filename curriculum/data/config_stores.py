@@ -1,7 +1,5 @@
 """The stores of a config's sources and eval sets, and the part of each source that is left for training."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All the data of a run: a training stream for each source, and the eval sets, which are kept out of the streams."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

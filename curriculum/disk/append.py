@@ -1,7 +1,5 @@
 """Appending to files on a disk that may be full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """Files and folders that have their names only when they are whole and on the disk, so that a power cut halves none."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

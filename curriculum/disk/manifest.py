@@ -4,8 +4,6 @@
 JSON. The manifest is written last and atomically, so a folder that was not finished has none.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -5,8 +5,6 @@ of a row, G the query heads that share it, Q a query of these; T and S positions
 head.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

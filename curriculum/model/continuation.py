@@ -1,7 +1,5 @@
 """The continuation of a prompt, token by token: whole characters, up to where it ends."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass, field

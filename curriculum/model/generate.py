@@ -7,8 +7,6 @@ and in another order. The settings of `Sampling` are arguments, so nothing is co
 Shape suffixes: B rows, T positions, D width, V vocabulary, N steps of one dispatch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter, deque

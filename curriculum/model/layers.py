@@ -3,8 +3,6 @@
 Shape suffixes as in `curriculum.model.transformer`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

@@ -7,8 +7,6 @@ Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary, 
 blocks of K ids; S shards of the rows, one per device.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -9,8 +9,6 @@ and the first block is counted like the others, although the backward pass ends 
 Shape suffixes: B rows of a micro-step, T positions, M = B*T, D width, F ffn, H query heads, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 
 from curriculum.model.counts import num_adapters, num_head, num_parameters, num_projections, num_trained

@@ -3,8 +3,6 @@
 Shape suffixes: T positions, K pairs of a head, half its width.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from curriculum.model.presets import RopeScaling

@@ -12,8 +12,6 @@ groups that share keys and values, P = B*J such groups in a batch, Q = G*T queri
 those of the batch up to the end of a block of queries or, in generation, all that the cache has room for.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache, partial
 from typing import Any

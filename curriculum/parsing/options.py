@@ -1,7 +1,5 @@
 """Options of the command line that change the data of a config, and how a run remembers them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

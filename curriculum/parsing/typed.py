@@ -5,8 +5,6 @@ tuple[X, ...], list[X], `X | None`, or a number within `Limits`. Pydantic reads 
 makes the JSON schema from them; to import it here would take a third of a plan's time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator

@@ -1,7 +1,5 @@
 """`variables:` of a config: values named once, used whole as `$variables.x` or inside text as `${variables.x}`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

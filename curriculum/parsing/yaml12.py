@@ -1,7 +1,5 @@
 """YAML 1.2 scalars, strictly: `3e-4` is a number, `on` is text, and every value knows its line and column."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

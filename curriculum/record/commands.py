@@ -1,7 +1,5 @@
 """Commands that messages and views name: what the user may type next."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Events and rows of the record as lines of text, the same in every view."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ An array is named `<set>.<field>`, or `<set>@<average>.<field>` if it was measur
 Sets are named as in the config.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How every view writes numbers of the record, lists of names, untrusted text, and tables of plain text."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import unicodedata

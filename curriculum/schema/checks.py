@@ -1,7 +1,5 @@
 """Checks across the sections of a config. Each takes the sections by name, and `origin`, and yields (path, message)."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

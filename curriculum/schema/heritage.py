@@ -1,7 +1,5 @@
 """What a config inherits from the run or the folder that it begins from, instead of giving it itself."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The sections of a config that are the run's own; those of its parts stand beside what reads them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 

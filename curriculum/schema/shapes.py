@@ -1,7 +1,5 @@
 """Checks of the phases' shapes: sequence lengths, batch sizes, micro-steps, and the base of rotary positions."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The mean of the last n checkpoints of a phase (arXiv:2209.14981) is computed at 
 checkpoints on disk and the current parameters, and saved as `averages/<phase>` in the run directory.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

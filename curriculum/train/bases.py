@@ -4,8 +4,6 @@ The frozen ones, beside which a run trains adapters, are in no checkpoint: they 
 began from. Its lineage keeps their digest, so that adapters are never combined with others.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Training time and peak memory."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """The compiled functions of a run: its updates, its evals, and its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial

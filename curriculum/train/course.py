@@ -1,7 +1,5 @@
 """The course of a run: what it trains on at each step, and at which learning rate. It can be changed midway."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

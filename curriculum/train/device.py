@@ -1,7 +1,5 @@
 """The machine that trains: what is set before jax starts, and the console's lines about it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Divergence: how it is found, how far the run goes back, and what is reported if it cannot go on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A dry run: does everything that a run does once, and keeps only prepared data and compiled programs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches made ahead: a thread works out the order of many steps at once, and places each batch on the mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 

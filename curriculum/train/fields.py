@@ -1,7 +1,5 @@
 """The fields of every event, of metrics rows and of the training state, as plain data from the parts of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The external gate: a command that inspects a checkpoint and may veto it as the gold."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Shape suffix: W steps of the window.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """What follows from an eval: which sets got worse or recovered, how the run reacts, and which checkpoint is gold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

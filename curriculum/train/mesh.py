@@ -1,7 +1,5 @@
 """Where arrays live: one mesh, one sharding rule for the state and one for rows. A single device is a mesh of one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace

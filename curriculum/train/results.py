@@ -1,7 +1,5 @@
 """The results of every eval of a run, window by window, in `evals/<step>.npz`."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection, Mapping
 

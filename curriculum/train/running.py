@@ -1,7 +1,5 @@
 """A run under way: its parts, its directory, and how far it has come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 

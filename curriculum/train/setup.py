@@ -1,7 +1,5 @@
 """All parts of a run, built from its config before anything is written to its directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Orderly stops by SIGINT, SIGTERM and SIGHUP."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

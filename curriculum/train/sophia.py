@@ -1,7 +1,5 @@
 """Sophia's update direction: momentum over a running estimate of the Hessian's diagonal, clipped at 1."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The state of a run: its shapes and placement, the first state, and a state restored from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

@@ -3,8 +3,6 @@
 Shape suffixes: A micro-steps, B rows, T positions, S sources; 2 for a number in two words, high and low.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """How a run directory is taken up by a run whose parts are built: its state, what is moved away, and its record."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """A run's model and parameters, loaded after training, for evals and generation."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple

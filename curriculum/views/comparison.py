@@ -1,7 +1,5 @@
 """What `compare` finds: runs beside each other on the eval sets that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

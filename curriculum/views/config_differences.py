@@ -1,7 +1,5 @@
 """Where the configs of several runs differ, key by key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any

@@ -3,8 +3,6 @@
 The same arguments give the same bytes. Sizes are in CSS pixels.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

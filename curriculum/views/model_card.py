@@ -4,8 +4,6 @@ Like the report it measures nothing anew, and the same run and installation give
 the devices, the versions of Python and packages, and the paths that the user gave.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import re

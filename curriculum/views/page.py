@@ -1,7 +1,5 @@
 """The HTML building blocks of a report. Text is escaped here; content that is HTML already is Markup."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

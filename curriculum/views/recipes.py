@@ -1,7 +1,5 @@
 """Runs that differ in their seeds alone, taken together: how far apart recipes are, beyond what another seed does."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 The file is self-contained and has no script. The same runs give the same bytes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

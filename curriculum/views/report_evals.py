@@ -1,7 +1,5 @@
 """The sections of a report about the eval sets of one run: curves, numbers, verdicts, transfer between phases."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate, groupby

@@ -1,7 +1,5 @@
 """The report of one run: its evals, what happened, how it was trained and on what."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report of several runs: config differences, the comparison, and a chart per text with a line per run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple

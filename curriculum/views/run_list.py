@@ -1,7 +1,5 @@
 """The runs in a folder, one line each: how far each has come and how well it does."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

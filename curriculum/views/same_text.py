@@ -1,7 +1,5 @@
 """Which eval sets of several runs hold the same text: by the content hash of their windows, not by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from curriculum.record.wording import listed

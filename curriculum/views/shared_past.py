@@ -1,7 +1,5 @@
 """What one run takes from another: the steps of a branch's trunk, or the parameters that it began with."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import datetime
 from typing import Any

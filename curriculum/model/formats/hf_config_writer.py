@@ -1,7 +1,5 @@
 """Writing config.json of a Hugging Face folder, for the transformers class that computes a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

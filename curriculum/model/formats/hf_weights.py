@@ -4,8 +4,6 @@ Nothing here imports jax. Arrays are read only when `StoredTensor.map()` is inde
 `equal_bytes`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

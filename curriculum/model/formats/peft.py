@@ -3,8 +3,6 @@
 Nothing here imports jax. Shape suffixes as in `curriculum.model.lora`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Arrays written as safetensors files, in several types and shards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trees of arrays on disk, such as the parameters of a checkpoint: saved, and loaded to where they are needed."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Whether a state is finite: one that is not is neither saved nor continued from."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

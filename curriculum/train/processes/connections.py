@@ -1,7 +1,5 @@
 """Connections between processes, and messages over them: JSON objects, which may hold numpy arrays."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

@@ -1,7 +1,5 @@
 """How the processes of a run learn of each other: from options, their environment variables, or a launcher."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ closes the connection, however it ended. jax alone would take up to its heartbea
 trace.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import socket

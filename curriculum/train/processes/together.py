@@ -5,8 +5,6 @@ checkpoints, prepared data. So whatever leads to a decision and comes from the d
 asked in process 0 and told to the others: `from_first`.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

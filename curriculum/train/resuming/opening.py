@@ -3,8 +3,6 @@
 Nothing is written but the lock, and the name of a checkpoint that lost it as the run was killed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

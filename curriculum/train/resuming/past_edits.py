@@ -1,7 +1,5 @@
 """What a config changes of what is already trained, and how to undo it."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The config of a resumed run, from the file and from the options that the run remembers."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which checkpoint a run continues from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Where a run's first parameters come from: its own seed, a checkpoint of another run, or a Hugging Face folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
