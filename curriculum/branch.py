@@ -140,12 +140,10 @@ class _Fork:
 
     @property
     def step(self) -> int:
-        """The step of the checkpoint."""
         return int(self.checkpoint.name)
 
     @cached_property
     def whole(self) -> Schedule:
-        """The trunk's schedule."""
         return Schedule(segments_from_json(self.newest["segments"]))
 
     @property

@@ -66,7 +66,6 @@ def check_read_as_utf8(path: str | os.PathLike, option: str = "") -> None:
 
 
 def check_choice(option: str, name: str, choices: Collection[str]) -> None:
-    """Raise InputError if the value of an option is not among its choices."""
     if name not in choices:
         near = nearest(str(name), choices)
         hint = f"did you mean {near!r}? " if near else ""

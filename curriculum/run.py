@@ -69,7 +69,6 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
         return read_metrics(self.directory.path)
 
     @cached_property

@@ -62,7 +62,6 @@ def _percent(share: float | None) -> str:
 
 
 def table(p: Plan) -> list[str]:
-    """The plan as lines of text."""
     unknown = f"unknown ({'model is null' if p.custom_model else 'the tokenizer is not prepared'})"
     several = len({_shape(stretch) for stretch in _stretches(p)}) > 1
     no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"

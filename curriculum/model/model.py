@@ -190,7 +190,6 @@ def _brief(value: Any) -> str:
 
 
 def num_parameters(model: Model) -> int:
-    """The number of parameters of a model."""
     return count(abstract_params(model))
 
 

@@ -412,7 +412,6 @@ def _losses(sets: Mapping[str, Recorded], worse: Iterable[str]) -> dict[str, str
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:
-    """The line of progress of a metrics row."""
     rate = row["tokens_per_sec"]
     told = [f"step {row['step']}/{total_steps}", f"loss {loss(row['loss'])}", f"lr {row['lr']:.2e}"]
     told += [] if rate is None else [f"{_count(rate, 100)} tok/s"]

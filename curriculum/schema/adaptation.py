@@ -73,12 +73,10 @@ class Base:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The base run's resolved config."""
         return self.directory.resolved()
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The architecture of the checkpoint's parameters."""
         return architecture_at(self.ledger, self.step)
 
     @cached_property

@@ -152,7 +152,6 @@ class Compiled:
 
 
 def abstract_batch(mesh: Mesh, shape: StepShape) -> Batch:
-    """Shapes, types and placement of a batch."""
     A, B, T, _ = shape
     lying = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
     ids_ABT, scored_ABT = lying((A, B, T), np.int32), lying((A, B, T), np.bool_)

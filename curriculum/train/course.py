@@ -83,7 +83,6 @@ class Course:
         return UpdateKnobs(lr, judged_from, seed=np.uint32(self._config.seed))
 
     def shape_at(self, step: int) -> StepShape:
-        """The shape of update `step`."""
         return self._shape_of(self.schedule.segment_at(step))
 
     def shapes_from(self, step: int) -> list[StepShape]:

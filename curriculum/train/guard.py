@@ -33,7 +33,6 @@ class Guard(NamedTuple):
 
 
 def new_guard(window_steps: int) -> Guard:
-    """The guard of a new run."""
     empty_W = np.full(window_steps, np.inf, np.float32)
     return Guard(empty_W, empty_W.copy(), *(np.int32(number) for number in (0, 0, 0, 0, -1)))
 

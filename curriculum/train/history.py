@@ -90,5 +90,4 @@ class History:
         return replace(self, phase=phase, watch=self.watch.with_phase(step, results))
 
     def with_row(self, row: Mapping[str, Any]) -> History:
-        """The history after a metrics row."""
         return replace(self, train_loss=row["loss"], row_step=row["step"])

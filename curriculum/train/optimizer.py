@@ -191,7 +191,6 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
 
 
 def no_rule(name: str) -> str:
-    """The message for a name that no rule has."""
     of_ones_own = "one of your own goes into OPTIMIZERS of curriculum.train.optimizer, from Python"
     return f"{no_such('optimizer', name, OPTIMIZERS)}; {of_ones_own}"
 

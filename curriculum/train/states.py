@@ -66,7 +66,6 @@ class States:
         return params if self.frozen is None else joined(self.frozen, params)
 
     def first(self) -> TrainState:
-        """The state at step 0."""
         # Compiled, so that the moments are made in their place: no device ever holds all of them.
         begun = self._begun(len(self.sources), self.config.train.window_steps)
         compiled = jax.jit(begun, donate_argnums=0, out_shardings=self.shardings)

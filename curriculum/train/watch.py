@@ -125,7 +125,6 @@ class Watch:
         return {name: watched.baseline_nats_BN.astype(np.float32) for name, watched in self.sets.items()}
 
     def measured_at(self, step: int) -> set[str]:
-        """The sets whose last eval was at this step."""
         return {name for name, watched in self.sets.items() if watched.history_steps_H[-1] == step}
 
     def with_eval(self, setup: Setup, step: int, results: Mapping[str, WindowResults]) -> tuple[Watch, Evaluated]:

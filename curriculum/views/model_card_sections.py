@@ -251,7 +251,6 @@ def happened(run: Run, step: int) -> list[str]:
 
 
 def plan_of(run: Run) -> dict[str, Any]:
-    """The run's last plan."""
     return run.plan if run.events else run.resolved["derived"]
 
 

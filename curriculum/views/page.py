@@ -83,7 +83,6 @@ def bullets(lines: Iterable[Any]) -> Markup:
 
 
 def document(title: str, *content: Any) -> str:
-    """The whole HTML file."""
     body = Markup("\n").join(content)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

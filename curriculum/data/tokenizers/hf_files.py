@@ -45,7 +45,6 @@ class HfFiles:
 
     @cached_property
     def file_digests(self) -> dict[str, str]:
-        """sha256 of each file kept."""
         return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(self.files.items())}
 
     @cached_property
@@ -67,7 +66,6 @@ class HfFiles:
 
     @cached_property
     def encoder(self) -> Callable[[Sequence[str], Sequence[bool]], list[np.ndarray]]:
-        """`encoder_of` the definition."""
         return encoder_of(self.parsed, self.special_tokens)
 
 
@@ -113,7 +111,6 @@ def load_hf_files(folder: Path, eot: int, bos: int | None, stops: Sequence[int])
 
 
 def save_hf_files(folder: Path, files: HfFiles) -> None:
-    """Write the files as they were read."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.files.items():
         (folder / name).write_bytes(content)

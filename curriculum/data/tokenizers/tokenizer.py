@@ -329,7 +329,6 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def hf_tokenizer(files: HfFiles) -> Tokenizer:
-    """The tokenizer of Hugging Face files."""
     return Tokenizer("hf", files.tokens, files.special_tokens, hf=files)
 
 

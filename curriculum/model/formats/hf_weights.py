@@ -100,7 +100,6 @@ def hf_fingerprint(folder: str | os.PathLike) -> str:
 
 
 def equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are the same, bit for bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with open(one.file, "rb") as first, open(other.file, "rb") as second:
