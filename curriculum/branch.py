@@ -299,10 +299,7 @@ def _eval_left(folder: Path) -> bool:
 
 
 def _checkpoint_before(trunk: Run, bases: Mapping[int, Sequence[Path]], left: Sequence[int], at: int) -> Path:
-    """The newest checkpoint at or before `at` that verifies. Raises InputError if there is none.
-
-    `left`: the steps of those whose eval is still due, so that what the trunk did after it is not known yet.
-    """
+    """The newest checkpoint up to `at` that verifies; `left`: steps whose eval is still due. Raises InputError."""
     before = [step for step in bases if step <= at]
     if not before:
         there = ", ".join(map(str, bases)) or "none"
@@ -337,10 +334,7 @@ def _config(
 
 
 def _branching(run: str | Path, fork: _Fork, config: Config) -> dict[str, Any]:
-    """What the branch remembers of its trunk, as its ledgers keep it.
-
-    `acts` and `phase_ends` let it repeat what the trunk did after evals up to `at`.
-    """
+    """What the branch's ledgers keep of its trunk, so that it can repeat what followed evals up to `at`."""
     trunk, at, saved = fork.trunk, fork.at, fork.saved
     remembered = trunk.directory.command_line()
     origin = config.origin

@@ -182,10 +182,7 @@ def _refusals_told(output: Path) -> Iterator[None]:
 def _parameters(
     directory: RunDirectory, saved: Path, architecture: Mapping[str, Any], lineage: Mapping[str, Any] | None
 ) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by their dotted path, float32, on the host.
-
-    With `lineage`, that of a checkpoint of adapters: the whole model with the adapters folded in.
-    """
+    """A checkpoint's float32 arrays by dotted path, on the host; adapters, if it has a `lineage`, folded in."""
     # Imports jax, which is slow, after all checks that do without it.
     from curriculum.model.model import by_name
     from curriculum.train.checkpoints.arrays import load_params

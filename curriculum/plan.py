@@ -195,10 +195,7 @@ def _rows(schedule: Schedule, epochs_of: Mapping[str, int | None]) -> Iterator[P
 
 
 def _shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
-    """Exact mean proportion of each source in the tokens of a phase, its ramp included.
-
-    A phase has several segments where it was edited on its way, perhaps to updates of another size.
-    """
+    """Exact mean proportion of each source in a phase's tokens, over its ramp and the segments that edits made."""
     segments = [s for s in schedule.segments if s.phase == phase]
     tokens = [(s.end - s.start) * s.batch_size * s.seq_len for s in segments]
     asked: dict[str, float] = {}
@@ -286,10 +283,7 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule, trained: int
 
 
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig, split: Mapping[str, int]) -> float | None:
-    """The optimizer's moments per parameter: the mean over a device's parameters, some of which `split` does not cut.
-
-    None for an optimizer whose state is not known.
-    """
+    """The optimizer's moments per parameter, averaged over a device's parameters; None if its state is unknown."""
     rule = OPTIMIZERS.get(optim.name)
     moments = rule and rule.moments
     if optim.name != "muon" or model.lora is not None:  # adapters are all matrices

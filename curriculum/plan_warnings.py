@@ -126,10 +126,7 @@ def much_held_out(config: Config, details: Mapping[str, Mapping[str, Any]]) -> I
 
 
 def _read_often(config: Config, cursors: Mapping[str, int], epochs_of: Mapping[str, int | None]) -> Iterator[str]:
-    """A warning for each source that is read beyond its `max_epochs`, or too often; of many, one for all of the latter.
-
-    `cursors` are those at the end of the run.
-    """
+    """A warning for each source read beyond `max_epochs` or too often by the run's end; of many, one for all."""
     often: dict[str, float] = {}
     for name, size in epochs_of.items():
         source = config.sources.get(name)
@@ -296,10 +293,7 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
 
 
 def _left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A warning for each source of which `packing.mode: stream` leaves out more than 2 %.
-
-    What follows the last whole sequence is never read. `details` are those of a corpus.
-    """
+    """A warning for each source of which `packing.mode: stream` leaves more than 2 % after its last sequence."""
     if config.packing.mode != "stream":
         return
     for name, of_source in details.items():

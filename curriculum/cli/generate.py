@@ -116,10 +116,7 @@ def _generate(run, prompts, prompts_file, chat, step, weights, as_json, store_di
 
 
 def _show(pieces, prompts, started):
-    """Print prompts and continuations in order, and stream the first one that is not finished.
-
-    Returns all continuations, and the seconds from `started` to the first piece.
-    """
+    """Print continuations in order, streaming the first unfinished one; (all of them, seconds to the first piece)."""
     waiting, wholes = ["" for _ in prompts], [None for _ in prompts]
     shown, first_s = 0, None  # `shown` is how many are printed to their end
     _write(prompts[0], bold=True)

@@ -83,10 +83,7 @@ def _one_line(problem: str) -> str:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed, as some daemons start a program.
-
-    Otherwise the next files to be opened would have the streams' numbers, and get what libraries log to them.
-    """
+    """Open the null device for closed standard streams: else the next files get their numbers, and what is logged."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))

@@ -191,10 +191,7 @@ def _shapes(p: Plan) -> list[str]:
 
 
 def _memory(memory: dict[str, Any], several: bool) -> str:
-    """The memory estimate as text. Parts that round to 0 are added up as "other".
-
-    With `several` shapes it names the phase that it is of.
-    """
+    """The memory estimate as text, parts that round to 0 as "other"; of `several` shapes it names the phase."""
     phase = f" of phase {memory['phase']}" if several else ""
     total = memory["total"]
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)

@@ -92,10 +92,7 @@ def _in_order_of_content(
     chat: ChatConfig,
     content: Callable[[str, SourceConfig], str | None],
 ) -> dict[tuple, SourceConfig] | None:
-    """The sources that a tokenizer is made from, sorted by content key and `_reading`; None if a key is unknown.
-
-    So the tokenizer depends on the content of the sources, not on their names or order.
-    """
+    """The sources of a tokenizer by content key and `_reading`, whatever their names; None if a key is unknown."""
     if config.kind == "tiktoken":
         return {}
     if not sources:

@@ -90,10 +90,7 @@ def clear_killed(place: Path, target: Path) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """The prefix of the hidden folders of `target`, with links resolved.
-
-    It has a checksum of the name, as the name itself may already be as long as names can be.
-    """
+    """The prefix of `target`'s hidden folders: a checksum, as its own name may be as long as names can be."""
     name = os.path.basename(os.path.realpath(target))
     return f".making.{zlib.crc32(os.fsencode(name)):08x}."
 

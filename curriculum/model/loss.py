@@ -216,10 +216,7 @@ def _by_chunk(function, arrays, kernel_VD, row_shards):
 
 
 def _split(arrays_BT: Any, kernel_VD: jax.Array, row_shards: int) -> Any:
-    """[C, B, t, ...] of each [B, T, ...], padded with zeros at the end to make the chunks whole.
-
-    Chunks are cut along the positions, so that rows stay where a mesh has put them.
-    """
+    """[C, B, t, ...] of each [B, T, ...], zero-padded; cut along positions, so that rows stay on their devices."""
     B, T = arrays_BT[0].shape[:2]
     t = loss_positions(-(-B // row_shards), T, kernel_VD.shape[0], backend())
     num_chunks = -(-T // t)

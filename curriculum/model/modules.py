@@ -292,10 +292,7 @@ def rotate(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int | jax.Array) -> jax.Array:
-    """Dropout of what is added to the residual stream. `site` distinguishes the draws of one row.
-
-    A row's draws come from its own key, so that they do not depend on the rest of the batch.
-    """
+    """Dropout of what enters the residual stream, by each row's own key; `site` tells a row's draws apart."""
     if rows.keys_B is None:
         return x_MD
     shape_TD = (x_MD.shape[0] // len(rows.keys_B), x_MD.shape[1])

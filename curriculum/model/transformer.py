@@ -149,10 +149,7 @@ def _run(config: ModelConfig, params: dict[str, Any], placement: Placement, *inp
 
 @lru_cache
 def _blueprint(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef, dict[str, Any]]:
-    """(graph of the modules without the blocks, graph of a block, shapes of all arrays); nothing is computed.
-
-    Blocks are alike, so one stands for all of them: a deep model takes no longer than a shallow one.
-    """
+    """(graph without blocks, graph of a block, as all are alike, shapes of all arrays); nothing is computed."""
     graph, shapes = _split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
     block_graph, block_shapes = _split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0))))
     return graph, block_graph, {**shapes, "blocks": {f"{layer:03}": block_shapes for layer in range(config.n_layer)}}

@@ -112,10 +112,7 @@ def _brief(kind: Any) -> str:
 
 
 def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -> Any:
-    """Read `given` as the first of the kinds that takes it.
-
-    Two or more kinds besides None must be plain types, as one message names them all.
-    """
+    """Read `given` as the first kind that takes it; several besides None are plain types, named in one message."""
     if given is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)

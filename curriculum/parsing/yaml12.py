@@ -27,10 +27,7 @@ WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for a
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that leaves plain scalars to YAML 1.2's core schema.
-
-    It is PyYAML's loader in Python, which takes milliseconds for a config; libyaml's composer crashes on deep nesting.
-    """
+    """PyYAML's safe loader in Python, without its plain scalars; libyaml's composer crashes on deep nesting."""
 
     yaml_implicit_resolvers: dict = {}
     depth = 0

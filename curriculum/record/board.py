@@ -76,10 +76,7 @@ class Board:
         self._show(event)
 
     def _take_back(self, event: dict[str, Any]) -> None:
-        """Take back what was written from the step of a `resume` or `rollback` on.
-
-        What the record, which is cut back, had of that step before the event is written again.
-        """
+        """Take back what was written from a resume's step on, and write again what the record still has of it."""
         self.close()
         step = self._first_step = self._newest_step = event["step"]
         for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:

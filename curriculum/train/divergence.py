@@ -205,10 +205,7 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
 
 
 def _course(values_W: np.ndarray, first_bad: int, done: int, rows: Sequence[float | str | None]) -> str:
-    """A loss or norm in words: its mean before the bad updates, then the first bad values.
-
-    The mean is over the guard's window or, if that holds only bad updates, over the metrics `rows`.
-    """
+    """A loss or norm in words: its mean in the guard's window, or else in `rows`, then the first bad values."""
     size = len(values_W)
     before = [float(values_W[s % size]) for s in range(max(0, done - size), first_bad)]
     bad = [float(values_W[s % size]) for s in range(max(first_bad, done - size), done)]

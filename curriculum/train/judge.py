@@ -102,10 +102,7 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
 
 
 def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
-    """Raise the share of each source that newly worse sets are held out of, once per source.
-
-    Sources of other sets with an alarm keep their shares. Returns the same as `_act`.
-    """
+    """Raise, once each, the shares of the sources that newly worse sets are held out of; returns as `_act` does."""
     setup, regression = run.setup, run.setup.config.evalsets.regression
     edits, told, sets_of = [], [], {}
     for name in evaluated.newly:

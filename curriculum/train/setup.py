@@ -198,10 +198,7 @@ def _model(
 
 
 def _with_model(config: Config, make_model: Callable[[int], Model] | None, continues: bool) -> Config:
-    """The config with the `model` section of what is trained: null for a custom model.
-
-    Raises InputError if there is no model, or if the config asks for what a custom model cannot have.
-    """
+    """The config with the section of the model trained, null for a custom one. Raises InputError if they conflict."""
     if make_model is None:
         if config.model is None:
             message = "got null and no other model; name a preset, or call train(make_model=...)"

@@ -50,10 +50,7 @@ def rows(differences: Iterable[Mapping[str, Any]], most: int | None = None) -> l
 
 
 def _spelled_out(run: Run) -> dict[str, Any]:
-    """The config with null fields filled in by what the run took for them, so that they equal fields spelled out.
-
-    These are the model's, from the record, and the evals' `seq_len`.
-    """
+    """The config with the model's null fields and the evals' seq_len as the run took them."""
     config, start = run.config_json, run.events[0] if run.events else {}
     config = {**config, "evalsets": {**config["evalsets"], "seq_len": run.eval_seq_len}}
     if not config.get("model") or "model" not in start:

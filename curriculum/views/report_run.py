@@ -152,10 +152,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
 
 
 def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], dict[str, list[float]]]:
-    """(steps, shares by source) from the metrics rows, with a sharp edge at each phase switch and edit.
-
-    Points inside a constant stretch are left out.
-    """
+    """(steps, shares by source) of metrics rows, sharp at switches and edits, without points in constant stretches."""
     first = run.plan["phases"][0]
     course: list[tuple[int, int, Mapping[str, float]]] = [(0, 0, first["mixture"])] if not first["ramp_steps"] else []
     course += [(row["step"], 0, row["mixture"]) for row in run.metrics]

@@ -165,10 +165,7 @@ def _wrong(found: StoredTensor | None, wanted: HfTensor) -> str | None:
 
 
 def _full_names(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors by their names in transformers' class with a head.
-
-    The class without a head, which the first GPT-2 folders were saved from, leaves out a prefix.
-    """
+    """The tensors by their names in the class with a head; that without one leaves out a prefix, as early GPT-2 did."""
     prefix = hf_layout(config)[0].name.partition(".")[0] + "."
     if any(name.startswith(prefix) for name in stored):
         return dict(stored)

@@ -219,10 +219,7 @@ def _text_changed(
 
 
 def _still_read(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
-    """Each source that is gone but is read by updates ahead whose schedule stands already.
-
-    These are updates before a branch's step, or updates after data that were passed over.
-    """
+    """Each source that is gone but is read by updates ahead that a branch's trunk or a rollback has fixed."""
     schedule, step = found.schedule, saved["step"]
     for name, num_tokens in schedule.read(step, schedule.total_steps).items():
         if num_tokens and name not in found.config.sources:
