@@ -80,10 +80,7 @@ class Config:
 
     @property
     def command_line(self) -> list[str]:
-        """The options that changed the file, as a run remembers them: `--set train.steps=100`.
-
-        A phase has its name there, not its number, which other phases change.
-        """
+        """The options that changed the file, as a run remembers them: `--set train.steps=100`, phases by name."""
         return [self.origin.by_name.get(path, option) for path, option in self.origin.options.items()]
 
     @property

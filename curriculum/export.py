@@ -304,10 +304,7 @@ def _described(
 
 
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:
-    """The parameters of `model` on the host, float32, from a folder that `export` wrote as safetensors.
-
-    Raises InputError if the folder holds no such files, or other arrays than the model's.
-    """
+    """A model's float32 parameters on the host, from a safetensors export. Raises InputError for other arrays."""
     import jax
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

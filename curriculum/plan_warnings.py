@@ -162,10 +162,7 @@ def _replaced(config: Config) -> Iterator[str]:
 
 
 def costly_evals(eval_tokens: int, trained_tokens: int) -> Iterator[str]:
-    """A warning if evals are a large share of the work that is ahead, at 1 for an eval's token and 3 for a trained one.
-
-    That is what the products of matrices take: forward once, and backward twice that.
-    """
+    """A warning if evals are a large share of the work ahead: a token costs 1, forward, and 3 if it is trained on."""
     share = eval_tokens / max(eval_tokens + 3 * trained_tokens, 1)
     if share > COSTLY_EVALS:
         yield (

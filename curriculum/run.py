@@ -248,10 +248,7 @@ def _runs_in(paths: Iterable[str | os.PathLike]) -> list[tuple[Path, bool]]:
 
 
 def runs_below(folder: str | os.PathLike) -> list[str]:
-    """Names of the run directories directly in a folder, `run10` after `run9`; none if the folder does not exist.
-
-    Those that have lost their config are among them.
-    """
+    """Names of the runs in a folder, `run10` after `run9`, without a config too; none if there is no folder."""
     paths = [Path(folder) / name for name in names_in(Path(folder))] if os.path.isdir(folder) else []
     found = [path.name for path in paths if RunDirectory(path).has_config or os.path.exists(path / EVENTS)]
     return sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])

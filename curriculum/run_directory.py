@@ -273,10 +273,7 @@ def write_tokenizer(directory: RunDirectory, tokenizer) -> None:
 
 
 def link_or_copy(to: Path, path: Path) -> None:
-    """Make `to` the same file or folder as `path`, by hard links where the disk has them. Raises OSError.
-
-    That is safe, as files are only ever replaced, never modified.
-    """
+    """Make `to` the same as `path`, by hard links where possible: files are never modified. Raises OSError."""
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         shutil.copytree(path, to, copy_function=_link) if path.is_dir() else _link(path, to)

@@ -150,10 +150,7 @@ def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> 
 
 
 def first_above(segment: Segment, name: str, tokens: int, end: int) -> int | None:
-    """The first step in (segment.start, end] at which a source's cursor is above `tokens`, or None.
-
-    At the segment's start it must not be above.
-    """
+    """The first step in (segment.start, end] with a cursor above `tokens`, which the start's is not; or None."""
     return _first_step(segment, end, lambda steps: segment.cursor_over(name, steps) > tokens)
 
 

@@ -52,10 +52,7 @@ def given_documents(documents: Iterable[str] | Iterable[list[dict]], template: T
 
 
 def write_store(directory: Path, documents: Documents, tokenizer: Tokenizer, progress: Progress | None) -> None:
-    """Encode the documents into a store in an empty folder; raises InputError for text that cannot be read or encoded.
-
-    `progress` is called after every group.
-    """
+    """Encode documents into a store in an empty folder. Raises InputError for text that cannot be read or encoded."""
     pieces, template, origin, total_bytes = documents
     done_bytes = document_tokens = 0
     spells = False

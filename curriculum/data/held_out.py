@@ -46,10 +46,7 @@ class EvalDocument(NamedTuple):
 
 
 def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
-    """The tail of the document that `split` divides, as a document of its own; None if it divides none.
-
-    Its text is decoded from its tokens, so it is normalised if the tokenizer normalises.
-    """
+    """The tail of the document that `split` divides, decoded from its tokens, as a document of its own, or None."""
     if split.cut is None:
         return None
     document, first_token = split.cut

@@ -211,10 +211,7 @@ class Bins:
 
 
 def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> PackingFacts | None:
-    """The facts of the packing that `prepare_packing` made of a stream; None if there is none yet.
-
-    Raises InputError naming the file if one is missing or has the wrong size or format.
-    """
+    """The facts of a packing that `prepare_packing` made, or None. Raises InputError naming a wrong or missing file."""
     directory = _directory(stream, block_tokens, Path(store_dir))
     return _open(directory)[0] if is_there(directory) else None
 

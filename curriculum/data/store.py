@@ -260,10 +260,7 @@ def is_store(directory: str | Path) -> bool:
 
 
 def open_store(directory: str | Path) -> Store:
-    """Open a store and check the sidecar against its checksum, and the sizes of the files without reading them.
-
-    Raises InputError naming the file if one is missing or has the wrong size or format.
-    """
+    """Open a store; check its sidecar and the sizes of its files. Raises InputError naming a wrong or missing file."""
     directory = Path(directory)
     path = directory / SIDECAR_NAME
     facts = read_sidecar(path, StoreFacts, DAMAGED, (FORMAT_VERSION, OPENED_VERSION))

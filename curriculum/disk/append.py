@@ -23,10 +23,7 @@ def how_to_make_room(error: OSError) -> str:
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is written to a stream go nowhere from here on, as its reader or its disk does not take it.
-
-    Nothing is done to a stream that is closed or has no file of its own.
-    """
+    """Let what is written to an open stream go nowhere from here on, as its reader or disk does not take it."""
     try:
         descriptor = stream.fileno()
     except (AttributeError, ValueError):

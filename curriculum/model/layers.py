@@ -84,10 +84,7 @@ def head_norm(config: ModelConfig) -> Norm:
 
 
 class AdaptedLinear(nnx.Linear):
-    """x W + scale (x A) B: a linear layer with a frozen matrix W and a trained adapter A, B of low rank.
-
-    R is the rank. The two products with A and B are small; W + scale A B is never formed.
-    """
+    """x W + scale (x A) B, of a frozen matrix W and a trained adapter A, B of rank R; W + scale A B is never formed."""
 
     def __init__(self, inputs: int, outputs: int, lora: LoraConfig, rngs: nnx.Rngs, **settings: Any):
         super().__init__(inputs, outputs, rngs=rngs, **settings)

@@ -94,10 +94,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The fields that stay the same for the whole run; how the model is computed (`HOW`) may change.
-
-        Fields that few models use (`RARE`) are left out if they have their defaults.
-        """
+        """What stays the same for the whole run: not the fields in HOW, nor those in RARE that have defaults."""
         unused = {f.name for f in fields(self) if f.name in RARE and getattr(self, f.name) == f.default}
         return {name: setting for name, setting in asdict(self).items() if name not in HOW and name not in unused}
 

@@ -19,10 +19,7 @@ from evalsets.metrics import WindowResults
 def write_results(
     path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
 ) -> None:
-    """Write the results of an eval by set, and those of averages of the parameters by average and set, atomically.
-
-    Other sets that were measured at this step before stay in the file.
-    """
+    """Write an eval's results by set, and by average and set, atomically; other sets of this step stay in the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = read_arrays(path) if path.exists() else {}
     named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}

@@ -40,10 +40,7 @@ def _cuts(train: TrainSection, phases: Sequence[Phase], of: Collection[str] | No
 def row_problems(
     train: TrainSection, phases: Sequence[Phase], row_shards: int, of: Collection[str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(path, message) for each batch whose micro-steps the mesh cannot split evenly into `row_shards` parts.
-
-    `of`: the names of the phases that count; None: all.
-    """
+    """(path, message) for each batch, of all phases or those in `of`, whose micro-steps do not split evenly."""
     for cut in _cuts(train, phases, of):
         if cut.batch_size % cut.grad_accum:
             continue
@@ -125,10 +122,7 @@ def _check_rope_theta(v):
 
 
 def model_of(v) -> ModelConfig | None:
-    """The model that the section describes, None if it is inconsistent, which a check reports.
-
-    A vocabulary that is not known yet counts as a large one.
-    """
+    """The model of the section, None if a check reports it; a vocabulary not known yet counts as a large one."""
     vocab_size = known_vocab_size(v) or v["model"].vocab_size or 2**20
     return None if model_problems(v["model"], vocab_size) else resolve_model(v["model"], vocab_size)
 

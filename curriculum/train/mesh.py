@@ -211,10 +211,7 @@ def rows_here(mesh: Mesh, num_rows: int) -> slice:
 
 
 def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
-    """Put a batch on the mesh, with its rows (the second axis) split over data and fsdp.
-
-    The whole batch has `num_rows` rows; `batch` holds only those of `rows_here`.
-    """
+    """Put a batch of `num_rows` rows, of which `batch` holds those of `rows_here`, on the mesh, rows split."""
     sharding = NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
     if sharding.is_fully_addressable:
         return jax.device_put(batch, sharding)

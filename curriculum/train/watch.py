@@ -245,10 +245,7 @@ class Watch:
         return [*notes, *_newly_warned(tested)], (*told, *new)
 
     def with_phase(self, step: int, results: Mapping[str, WindowResults]) -> Watch:
-        """The watch after a phase switch.
-
-        The eval at `step` is the new phase's baseline; alarms against the old phase's start no longer stand.
-        """
+        """The watch after a phase switch: its eval is the new baseline, and alarms against the old one end."""
         begun = {name: begin_phase(self.sets[name], step, result.nats_N) for name, result in results.items()}
         standing = {
             name: [pair for pair in pairs if pair["baseline"] != "phase_start"] for name, pairs in self.standing.items()
@@ -288,10 +285,7 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def num_comparisons(setup: Setup, after: int, now: int) -> int:
-    """How many comparisons the evals after step `after` make, as planned at step `now`.
-
-    One per set, eval and baseline. The eval at step 0 makes none: it provides the baselines.
-    """
+    """Comparisons in evals after step `after`, as planned at `now`: one per set, eval and baseline; none at step 0."""
     ends, every = setup.course.phase_ends_at(now), setup.config.evalsets.every
     sources = setup.config.eval_sources.values()
     return len(BASELINES) * sum(num_due(ends, source.every or every, max(after, 0)) for source in sources)

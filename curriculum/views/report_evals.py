@@ -162,10 +162,7 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
 
 
 def log(run: Run) -> Markup:
-    """The events of _SHOWN as a table, one row each; consecutive golds, or blocked golds, share a row.
-
-    With more than MAX_LISTED rows the earlier ones are folded.
-    """
+    """The events of _SHOWN as a table, consecutive golds in one row, the earlier of many rows folded."""
     rows = []
     shown = [event for event in run.events if event["event"] in _SHOWN]
     for (kind, *_), together in groupby(shown, key=lambda event: [event.get(key) for key in _ALIKE]):
@@ -222,10 +219,7 @@ def _after_colon(event: Mapping[str, Any]) -> str:
 
 
 def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list[Markup]:
-    """The loss of every set at every phase end, with forgetting and gain, from the `training_complete` event.
-
-    While a run is unfinished, the losses so far, from its evals.
-    """
+    """Every set's loss at every phase end, with forgetting and gain; of an unfinished run the losses so far."""
     final = (run.complete or {}).get("transfer")
     told = _losses_so_far(run, points) if final is None else final
     if not told or not told["phases"] or not told["sets"]:

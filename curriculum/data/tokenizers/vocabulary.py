@@ -146,10 +146,7 @@ def check_tiktoken_name(name: str) -> None:
 
 
 def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """A published encoding, from tiktoken's cache or the network.
-
-    Raises InputError if neither has it, if tiktoken has no such name, and if the encoding has no end-of-text.
-    """
+    """A published encoding, from tiktoken's cache or the network. Raises InputError without it or end-of-text."""
     import tiktoken
 
     check_tiktoken_name(name)

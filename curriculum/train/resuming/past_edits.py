@@ -83,10 +83,7 @@ class Contrast:
         return names[: max((names.index(name) + 1 for name in self.over if name in names), default=0)]
 
     def settled_end(self, name: str) -> int | None:
-        """The step at which a phase ends whatever its clock counts (`Curriculum.settled`).
-
-        None if there is no such step or if the `until` of the phase is edited.
-        """
+        """The step at which a phase ends whatever its clock counts; None if its `until` is edited or not settled."""
         old, new = self.old.get(name), self.new.get(name)
         return self.saved["settled"].get(f"{name}.until") if old and new and old["until"] == new["until"] else None
 
