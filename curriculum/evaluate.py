@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config, changed_config
 from curriculum.data.config_stores import place_of
-from curriculum.data.corpus import find_trained_on, load_evalsets, size_warnings
+from curriculum.data.corpus import find_trained_on, load_evalsets
+from curriculum.data.corpus_warnings import size_warnings
 from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.errors import InputError, check_several, no_such, no_such_path

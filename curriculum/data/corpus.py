@@ -1,9 +1,7 @@
 """All the data of a run: a training stream for each source, and the eval sets, which are kept out of the streams."""
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import numpy as np
 import xxhash
 
 from curriculum.config import Config
-from curriculum.data.chat import CHATML, CHATML_TURN
 from curriculum.data.config_stores import (
     Stores,
     check_edges,
@@ -24,21 +21,24 @@ from curriculum.data.config_stores import (
     prepare_stores,
     split_stores,
 )
-from curriculum.data.documents import empty_warnings, file_warnings
-from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes, num_first_windows
+from curriculum.data.corpus_warnings import (
+    copies_warnings,
+    overlap_warnings,
+    shared_file_warnings,
+    size_warnings,
+    size_warnings_ahead,
+    text_warnings,
+)
+from curriculum.data.held_out import eval_documents, first_eval_documents, measured_hashes, num_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
-from curriculum.data.prepare import find_tokenizer, is_prepared, prepare_store, prepare_tokenizer
-from curriculum.data.sources import SourceConfig, source_files
-from curriculum.data.split import LARGEST_OVERLAP, Split, overlapping
+from curriculum.data.prepare import find_tokenizer, prepare_store, prepare_tokenizer
+from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
-from curriculum.data.tokenizers.chat_template import own_template
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import FROM_WORKING_FOLDER, check_folder
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens
-
-MANY_COPIES = 0.1  # share of the documents of a source
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         evalsets=evalsets,
         details=details,
         warnings=(
-            *_overlap_warnings(dropped),
-            *_copies_warnings(stores, kept),
+            *overlap_warnings(dropped),
+            *copies_warnings(stores, kept),
             *size_warnings(config, evalsets),
-            *_text_warnings(config, stores, tokenizer),
+            *text_warnings(config, stores, tokenizer),
         ),
     )
 
@@ -235,8 +235,14 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + (*_copies_warnings(stores, kept), *_foreseen(config, stores, tokenizer))
-    warnings += (*_text_warnings(config, stores, tokenizer), *_shared_files(config, stores))
+    evalset_tokens = {name: _evalset_tokens(config, name, stores) for name in config.eval_sources}
+    warnings = (
+        *overlap_warnings(dropped),
+        *copies_warnings(stores, kept),
+        *size_warnings_ahead(config, stores, tokenizer, evalset_tokens),
+        *text_warnings(config, stores, tokenizer),
+        *shared_file_warnings(config, stores),
+    )
     if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -244,7 +250,7 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         tokens_per_epoch={
             name: details[name]["tokens_per_epoch"] if name in details else None for name in config.sources
         },
-        evalset_tokens={name: _evalset_tokens(config, name, stores) for name in config.eval_sources},
+        evalset_tokens=evalset_tokens,
         details=details,
         warnings=warnings,
     )
@@ -289,13 +295,8 @@ def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) ->
     except ValueError as error:
         raise config.error([(place_of(name), str(error))]) from None
     if source.max_sequences is not None:  # nor were the documents beyond it read
-        evalset = replace(evalset, num_left_out=max(0, _num_documents(store, split) - evalset.num_documents))
+        evalset = replace(evalset, num_left_out=max(0, num_documents(store, split) - evalset.num_documents))
     return evalset
-
-
-def _num_documents(store: Store, split: Split) -> int:
-    """How many documents with text to score a split holds out, the tail of a divided one included."""
-    return int((store.documents["scored_bytes"][split.held_out] > 0).sum()) + (split.cut is not None)
 
 
 def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str, Any]:
@@ -336,119 +337,3 @@ def _epoch(config: Config, details: Mapping[str, Any], packing: PackingFacts | N
     if packing is None:
         return {"tokens_per_epoch": None, "utilization": None}
     return {"tokens_per_epoch": packing.tokens_per_epoch, "utilization": packing.utilization}
-
-
-def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-    return tuple(
-        f"{count} document{'s' if count > 1 else ''} of {name} dropped from training: eval set {evalset} has them too"
-        for name, counts in dropped.items()
-        for evalset, count in counts.items()
-    )
-
-
-def _text_warnings(config: Config, stores: Stores, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    texts = _called(config.sources, own_sources(config))
-    there = {place: source for place, source in texts.items() if not source.is_missing}
-    warnings = empty_warnings(_called(stores.sources, stores.evalsets)) + file_warnings(there)
-    has_turns = any(source.format == "messages" for source in texts.values())
-    if has_turns and config.chat == CHATML and tokenizer is not None:
-        if CHATML_TURN not in (own_template(tokenizer) or CHATML_TURN):
-            warnings += (
-                "conversations are written as ChatML, not by the chat template that the tokenizer brings along; to "
-                "train on its turns, write them into the section chat",
-            )
-    return warnings
-
-
-def _shared_files(config: Config, stores: Stores) -> Iterator[str]:
-    """A warning for each eval set with files of a source, unless both are prepared, so that documents are counted."""
-    root, files = cache(_root), cache(_real_files)  # asked for in each pair
-    for evalset, own in own_sources(config).items():
-        for name, source in config.sources.items():
-            if evalset in stores.evalsets and name in stores.sources:
-                continue
-            one, other = root(own), root(source)
-            if one is None or other is None or not (one.startswith(other) or other.startswith(one)):
-                continue
-            measured = files(own)
-            if shared := measured & files(source):
-                yield (
-                    f"source {name} has {len(shared):,} of the {len(measured):,} files of eval set {evalset} too, such "
-                    f"as {min(shared)}: their documents will be dropped from training, and refused if they are more "
-                    f"than {LARGEST_OVERLAP:.0%} of the source's; leave them out there with glob, or move them"
-                )
-
-
-def _root(source: SourceConfig) -> str | None:
-    """The real path of a source, with a separator at its end; None if that holds no text."""
-    if source.path is None or source.is_missing or is_prepared(source):
-        return None
-    return os.path.join(os.path.realpath(source.local_path), "")
-
-
-def _real_files(source: SourceConfig) -> set[str]:
-    root = os.path.realpath(source.local_path)
-    return {os.path.join(root, file.relative) for file in source_files(source)} if os.path.isdir(root) else {root}
-
-
-def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings in one, keyed by the names that warnings use."""
-    called = {f"source {name}": item for name, item in of_sources.items()}
-    return called | {f"eval set {name}": item for name, item in of_evalsets.items()}
-
-
-def _copies_warnings(stores: Stores, kept: Mapping[str, Split]) -> Iterator[str]:
-    """A warning for each source with many training documents that repeat others of it."""
-    for name, split in kept.items():
-        # 64 bits tell the documents of a source apart. np.unique would import a tenth of a plan's time.
-        hashes_N = np.sort(stores.sources[name].documents["hash"][:, 0][split.keep_N])
-        num_copies = int(np.count_nonzero(hashes_N[1:] == hashes_N[:-1]))
-        if num_copies and num_copies >= MANY_COPIES * len(hashes_N):
-            yield (
-                f"source {name}: {num_copies:,} of {len(hashes_N):,} training documents are exact copies of others in "
-                "it, so one epoch reads their text several times; remove the copies if that is not meant"
-            )
-
-
-def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
-    """A warning for each eval set of which `max_sequences`, as it cuts no document, takes too much or much too little.
-
-    Too much if the first document alone has more windows; much too little if less than half as many are taken.
-    """
-    warnings = []
-    for name, source in config.eval_sources.items():
-        most = source.max_sequences
-        if most is None or name not in evalsets:
-            continue
-        num_windows, left_out = evalsets[name].num_windows, evalsets[name].num_left_out
-        if num_windows > most:
-            warnings.append(_too_long(name, num_windows, most, left_out + 1))
-        elif left_out and num_windows < most / 2:
-            warnings.append(
-                f"{place_of(name)} has {num_windows} of the {most} windows that its max_sequences allows: the "
-                "next document has more than the rest, and max_sequences cuts none; raise it, or split long documents"
-            )
-    return tuple(warnings)
-
-
-def _too_long(name: str, num_windows: int, most: int, num_documents: int) -> str:
-    """The warning that the first document of an eval set alone has more windows than its `max_sequences`, `most`."""
-    if num_documents == 1:
-        told = f"has {num_windows} windows, more than its max_sequences of {most}, which cuts no document"
-        return f"{place_of(name)} {told}: it is a single one; split it"
-    first = f"the first alone has {num_windows} windows, more than max_sequences of {most}, which cuts none"
-    fix = f"raise it well above {num_windows}, or split long documents"
-    return f"{place_of(name)} measures 1 of its {num_documents:,} documents: {first}; {fix}"
-
-
-def _foreseen(config: Config, stores: Stores, tokenizer: Tokenizer) -> Iterator[str]:
-    """The warnings `_too_long` of the sets that are prepared, for which only the first document is read."""
-    seq_len = config.eval_seq_len
-    for name, source in config.eval_sources.items():
-        most = source.max_sequences
-        if most is None or name not in stores.texts or _evalset_tokens(config, name, stores) <= most * seq_len:
-            continue
-        store, split = stores.texts[name]
-        num_windows = num_first_windows(store, tokenizer, split, seq_len)
-        if num_windows > most:
-            yield _too_long(name, num_windows, most, _num_documents(store, split))

@@ -59,6 +59,11 @@ def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocu
     return EvalDocument(tokens[is_text], len(text), split_hash(xxhash.xxh3_128(text)), scored)
 
 
+def num_documents(store: Store, split: Split) -> int:
+    """How many documents with text to score a split holds out, the tail of a divided one included."""
+    return int((store.documents["scored_bytes"][split.held_out] > 0).sum()) + (split.cut is not None)
+
+
 def eval_documents(store: Store, tokenizer: Tokenizer, split: Split) -> Iterator[EvalDocument]:
     """The documents that `split` holds out of a store, in the store's order.
 
