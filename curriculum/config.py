@@ -136,10 +136,7 @@ def load_config(
 
 
 def check_is_config(given: Any) -> None:
-    """Raise InputError for what is no Config, such as the path of its file, or one that was changed into a wrong one.
-
-    `dataclasses.replace` checks nothing, and a run could not read such a config back.
-    """
+    """Raise InputError for what is no Config, or one changed by `replace` into what could not be read back."""
     if not isinstance(given, Config):
         got, call = f"a {type(given).__name__}", "load_config(PATH)"
         if isinstance(given, str | os.PathLike):

@@ -128,10 +128,7 @@ class RunDirectory:
         write_whole(self._architecture, json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
-        """Rewrite training_state.json, the summary of the run's progress.
-
-        If the disk fails (full, over quota, read-only), the old file stays and a line on stderr says so.
-        """
+        """Rewrite training_state.json; if the disk fails, the old file stays and a line on stderr says so."""
         path = self.training_state
         try:
             # Not durable: training waits for it at every checkpoint, and the next one writes it anew.

@@ -35,10 +35,7 @@ def declaration(config: Config) -> dict[str, Any]:
 
 
 def training_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """A config's settings for training and judging a run, by section, without the schedule; a ledger keeps them too.
-
-    Each eval set has a section of its own, `evalsets.primary` or `evalsets.sets.NAME`.
-    """
+    """A config's settings for training and judging, without the schedule, by section; each eval set has its own."""
     whole, scheduled = config.to_json(), declaration(config)
     of_model = {} if whole["model"] is None else {key: whole["model"][key] for key in HOW}
     rest = {

@@ -79,10 +79,7 @@ class Origin:
         self.options[path] = option
 
     def place(self, path: str) -> str:
-        """Where a path such as `phases[1].mixture.web`, or its nearest parent that is known, was given.
-
-        That is `file:line:column`, or an option of the command line.
-        """
+        """Where a path, or its nearest known parent, was given: `file:line:column`, or a command-line option."""
         given = self._given(path)
         if isinstance(given, str):
             return f"{given} (which the run remembers)" if given in self.remembered else given

@@ -49,10 +49,7 @@ class WandbConfig:
 
 
 def check_wandb(config: WandbConfig | None) -> None:
-    """Raise InputError if wandb is to be used and is not installed, or if the mode is online and there is no login.
-
-    Online and at a terminal, wandb asks for its key here.
-    """
+    """Raise InputError if wandb is asked for but not installed or, online, without a login; a terminal asks for it."""
     if config is None:
         return
     _send_no_errors(config)

@@ -52,10 +52,7 @@ def windows_of(arrays: Mapping[str, np.ndarray], name: str) -> WindowResults:
 
 
 def recorded_windows(path: Path, arrays: Mapping[str, np.ndarray], name: str, loss: float) -> WindowResults:
-    """`windows_of` a file's arrays, checked against the `loss` that the record has for them.
-
-    Raises InputError if their loss differs at the six decimals of the record, or if their lengths differ.
-    """
+    """`windows_of` a file's arrays. Raises InputError if the loss, to the record's six decimals, or lengths differ."""
     windows = windows_of(arrays, name)
     got = "arrays of different lengths"
     if {array.shape for array in windows if array is not None} == {(windows.nats_N.size,)}:

@@ -101,10 +101,7 @@ class OptimConfig:
 
     @property
     def users_own(self) -> str | None:
-        """The name of its optimizer, or of what muon leaves the rest to, if that is not this module's.
-
-        An optimizer of this module depends on nothing but the config.
-        """
+        """The name of its optimizer, or of muon's `rest`, if that is not this module's; None if both are."""
         own = (name for name in self._chosen if name not in _SHIPPED or OPTIMIZERS.get(name) is not _SHIPPED[name])
         return next(own, None)
 

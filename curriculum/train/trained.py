@@ -21,10 +21,7 @@ from curriculum.train.mesh import abstract_on_mesh, make_mesh
 
 
 class Trained(NamedTuple):
-    """A run's whole parameters, and the model and mesh to compute with them.
-
-    `unfit_mesh`: a message if the run's mesh does not fit the devices here; None if it does and is `mesh`.
-    """
+    """A run's whole parameters, with model and mesh; `unfit_mesh`: why that is not the run's own, else None."""
 
     mesh: Mesh
     model: Model

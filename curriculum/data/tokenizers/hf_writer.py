@@ -74,10 +74,7 @@ def is_qwen(tokenizer: Tokenizer) -> bool:
 
 
 def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of DEFINITION_NAME for a tokenizer that was made here.
-
-    Special tokens are in the vocabulary too, so that they keep their ids even if there are gaps between ids.
-    """
+    """The content of DEFINITION_NAME of a tokenizer made here, special tokens in the vocabulary to keep their ids."""
     added = [{"id": token, "content": name, **_NO_MATCH} for name, token in tokenizer.special_tokens.items()]
     definition: dict[str, Any] = {
         "version": "1.0",

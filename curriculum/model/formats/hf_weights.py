@@ -86,10 +86,7 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
 
 
 def hf_fingerprint(folder: str | os.PathLike) -> str:
-    """A hex digest of the weights: xxh3_128 over the names and contents of the files, all of which are read.
-
-    Sizes and headers are not enough: further training leaves them the same.
-    """
+    """xxh3_128 over names and contents of the weights' files; headers would stay the same in further training."""
     digest = xxhash.xxh3_128()
     for file in weight_files(folder):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())

@@ -47,10 +47,7 @@ def write_safetensors(
 
 
 def save_arrays(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write one file: the same bytes for the same arrays, readable by those who may read its folder.
-
-    safetensors itself writes the metadata in any order, and makes files for their owner alone.
-    """
+    """Write a file: unlike safetensors' own, the same bytes for the same arrays, with its folder's readers."""
     from safetensors.numpy import save_file
 
     save_file(arrays, path, dict(metadata))

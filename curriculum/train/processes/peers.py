@@ -125,10 +125,7 @@ class Peers:
         return None
 
     def leave(self, why: str, exit_code: int) -> None:
-        """Tell the others that this process ends with an error, so that they end too, with the same exit code.
-
-        From then on it communicates with none of them.
-        """
+        """Tell the others that this process ends with an error, so that they end with the same exit code."""
         with self._changed:
             if self._left or self._closed:
                 return
