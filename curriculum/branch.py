@@ -19,7 +19,7 @@ from curriculum.find_checkpoint import check_there, checkpoint_steps, is_step, r
 from curriculum.model.model import Model
 from curriculum.parsing.yaml12 import Origin
 from curriculum.record.commands import resume_command
-from curriculum.record.console import phase_lines
+from curriculum.record.console_text import phase_lines
 from curriculum.record.events import EVENTS, View, check_offsets, check_views
 from curriculum.record.queries import acts_of
 from curriculum.record.sentences import verdict

@@ -17,7 +17,7 @@ from curriculum.config import build_config
 from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.export import export
-from curriculum.record.console import eval_lines
+from curriculum.record.console_text import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory

@@ -9,7 +9,8 @@ import pytest
 
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS
 from curriculum.record.commands import program
-from curriculum.record.console import Console, phase_lines
+from curriculum.record.console import Console
+from curriculum.record.console_text import phase_lines
 from curriculum.record.queries import planned_tokens
 from curriculum.record.sentences import verdict
 

@@ -12,7 +12,8 @@ from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.plan import plan
 from curriculum.record.board import _phase_switch_markdown
-from curriculum.record.console import Console, header
+from curriculum.record.console import Console
+from curriculum.record.console_text import header
 from curriculum.record.sentences import shape_moves, verdict
 from curriculum.run import load_run
 from curriculum.views.inspection import inspect_run

@@ -11,36 +11,24 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from curriculum.disk.append import Appender, discard, is_disk_error, is_terminal
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.commands import MORE_EPOCHS, MORE_STEPS, program, tensorboard_link
-from curriculum.record.events import TAKEN_UP, eval_averages, eval_sets, number
-from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
+from curriculum.record.console_text import count, eval_lines, header, phase_lines, progress_line, steps, warnings
+from curriculum.record.events import TAKEN_UP, number
+from curriculum.record.queries import longer_from, planned_tokens
 from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
-from curriculum.record.wording import (
-    MOST_NAMED,
-    counted,
-    duration,
-    first_of,
-    interval_text,
-    largest,
-    loss,
-    percent_done,
-    printable,
-)
+from curriculum.record.wording import duration, interval_text, loss, printable
 from curriculum.run_directory import RunDirectory
-from evalsets.summary import Recorded
 
 _PROGRESS_EVERY_SECONDS = 10.0  # at least; a terminal shows every row, in place
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once
 _PHASES_AHEAD = 8  # that a resume shows
-_MANY_NAMES = 20  # sources or eval sets in a line of the header
-_MANY_SETS = 12  # with more, the line of an eval would be too long to read
 # Terminal codes by event: red, yellow, green, bold.
 _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
            "eval_recovered": 32, "phase_switch": 1}  # fmt: skip
@@ -139,7 +127,7 @@ class Console:
             case kind if line := verdict(event):
                 self._over |= kind == "diverged"  # no hint to resume: the run would diverge again
                 self._print(line, color=_COLORS.get(kind))
-                self._print(*_warnings(event))
+                self._print(*warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
         self._row = row
@@ -191,8 +179,8 @@ class Console:
             were = "was" if skipped == 1 else "were"
             yield f"{skipped} of {event['total_steps']} updates {were} skipped: {skipped_why(skipped_counts(event))}"
         yield (
-            f"complete: {_steps(event['total_steps'])}, {_count(event['total_tokens'], 10)} tokens in "
-            f"{duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s"
+            f"complete: {steps(event['total_steps'])}, {count(event['total_tokens'], 10)} tokens in "
+            f"{duration(event['total_elapsed_s'])} ({count(event['tokens_per_sec'], 100)} tok/s"
             f"{self._of_evals(event)}) | "
             f"train {loss(event['final_train_loss'])} | val {loss(event['final_val_loss'])}, "
             f"best {loss(event['best_val_loss'])}"
@@ -254,7 +242,8 @@ class Console:
                 "eval and export take another checkpoint with --step, such as latest)",
                 *blocked,
             ]
-        return f"{self._run_dir / 'gold' / str(gold)} (gold, {_gold(event)})", blocked
+        metric = f"{event['gold_metric']} {loss(event['gold_value'])}"
+        return f"{self._run_dir / 'gold' / str(gold)} (gold, step {gold}, {metric})", blocked
 
     def _longer(self, early: bool) -> Iterator[str]:
         """The lines on how to train a complete run for longer; `early`: an exhausted source ended it."""
@@ -315,126 +304,3 @@ class Console:
             self._log.write(f"console: {why}; from here on, output goes to this file only\n".encode())
             discard(self._stream)
             self._stream = None
-
-
-def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
-    """What is about to be trained, from the `training_start` event."""
-    config, plan = event["config"], event["plan"]
-    sets = ["val", *config["evalsets"]["sets"]]
-    num_parameters, num_trained = (event["model"].get(key) for key in ("num_parameters", "num_trained"))
-    trained = "" if num_trained is None else f", {_count(num_trained, 10)} of them trained"
-    yield f"{config['name']}: {_count(num_parameters, 10)} parameters{trained}, {_steps(plan['total_steps'])}"
-    if event["lineage"]:
-        yield f"  {beginning(event['lineage'])}"
-    yield f"  run        {run_dir}"
-    yield f"  sources    {first_of([*config['sources']], _MANY_NAMES)}"
-    yield f"  eval sets  {first_of(sets, _MANY_NAMES)}"
-    yield from phase_lines(plan)
-    if (wandb := config["logging"]["wandb"]) and wandb["mode"] == "offline":
-        folder = shlex.quote(str(run_dir / "wandb"))
-        yield f"  wandb      offline, {folder}; later: {program('wandb')} sync {folder}/offline-run-*"
-    yield from _warnings(event)
-
-
-def phase_lines(plan: dict[str, Any], step: int = 0, most: int | None = None) -> Iterator[str]:
-    """A line for each phase of a plan that has updates from `step` on, with the mixture in force then and later ones.
-
-    At most the first `most`, with a count.
-    """
-    shapes = shapes_of(plan["phases"])
-    ahead = [(phase, shape) for phase, shape in zip(plan["phases"], shapes, strict=True) if phase["end"] > step]
-    shown = ahead[:most]
-    name_width = max((len(phase["name"]) for phase, _ in shown), default=0)
-    step_width = len(str(plan["total_steps"]))
-    for phase, shape in shown:
-        bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
-        mixture = "; ".join(_mixtures(phase, step))
-        yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
-    if len(shown) < len(ahead):
-        yield f"             and {counted(len(ahead) - len(shown), 'more phase')}"
-
-
-def _mixtures(phase: dict[str, Any], step: int) -> Iterator[str]:
-    """The mixture of a phase at `step`, and each one that an edit or an exhausted source gives it later."""
-    turns = phase.get("remixed", [])
-    past = [turn for turn in turns if turn["step"] <= step]
-    if past:
-        yield _mixture(past[-1]["mixture"])
-    else:
-        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase["ramp_steps"] else ""
-        yield _mixture(phase["mixture"]) + ramp
-    for turn in turns[len(past) :]:
-        ramp = f" (ramp to step {turn['ramp_end']})" if "ramp_end" in turn else ""
-        yield f"from step {turn['step']} {_mixture(turn['mixture'])}{ramp}"
-
-
-def _warnings(event: dict[str, Any]) -> Iterator[str]:
-    return (f"  warning    {warning}" for warning in event.get("warnings", []))
-
-
-def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | None) -> Iterator[str]:
-    """The two lines of an `eval` event, one for each average, and its notes; sets not measured are left out."""
-    yield " | ".join(
-        (
-            f"step {event['step']}/{total_steps} ({percent_done(event['step'], total_steps, 1)}%)",
-            event["timestamp"][11:19],
-            duration(event["elapsed_s"]),
-            f"ETA {'?' if seconds_left is None else duration(seconds_left)}",
-            f"{_count(event['tokens_processed'], 10)} tokens",
-        )
-    )
-    regressed, warned = event.get("regressed", []), event.get("warned", [])
-    losses = _losses(eval_sets(event), [*regressed, *warned])
-    val = [losses.pop("val")] if "val" in losses else []
-    standing = {"worse": regressed, "maybe worse": warned}
-    rises = {name: number(nats) for name, nats in event.get("rises", {}).items()}
-    risen = {name: f"{name} {nats:+.4f}" for name, nats in rises.items()}
-    worse = [
-        f"{how}: {first_of([risen.get(name, name) for name in names], MOST_NAMED)}"
-        for how, names in standing.items()
-        if names
-    ]
-    yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values(), *worse])
-    for average, sets in eval_averages(event).items():
-        yield f"  {average}: " + " | ".join(_losses(sets, [*regressed, *warned]).values())
-    for note in event.get("notes", []):
-        yield f"  {note}"
-
-
-def _losses(sets: Mapping[str, Recorded], worse: Iterable[str]) -> dict[str, str]:
-    """The text for each set, by name; of many sets, only for the primary and `worse` ones, and a count of others."""
-    names = list(sets)
-    if len(sets) > _MANY_SETS:
-        names = [name for name in dict.fromkeys(["val", *worse]) if name in sets][: 1 + MOST_NAMED]
-    told = {name: f"{name} {loss(sets[name].loss)}" for name in names}
-    left = len(sets) - len(told)
-    return told | {"": f"{left} others"} if left else told
-
-
-def progress_line(row: dict[str, Any], total_steps: int) -> str:
-    rate = row["tokens_per_sec"]
-    told = [f"step {row['step']}/{total_steps}", f"loss {loss(row['loss'])}", f"lr {row['lr']:.2e}"]
-    told += [] if rate is None else [f"{_count(rate, 100)} tok/s"]
-    return " | ".join([*told, f"phase {row['phase']}"])
-
-
-def _mixture(mixture: dict[str, float]) -> str:
-    shares = {source: share for source, share in mixture.items() if share}
-    return ", ".join(largest(shares, lambda source: f"{source} {shares[source]:.4g}"))
-
-
-def _gold(event: dict[str, Any]) -> str:
-    return f"step {event['gold_step']}, {event['gold_metric']} {loss(event['gold_value'])}"
-
-
-def _steps(number: int) -> str:
-    return f"{number} step{'' if number == 1 else 's'}"
-
-
-def _count(value: float, decimal_below: float) -> str:
-    """A number in thousands, millions, billions or trillions, with one decimal below `decimal_below` of them."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * size:
-            scaled = value / size
-            return f"{scaled:.1f}{unit}" if scaled < decimal_below else f"{scaled:.0f}{unit}"
-    return f"{value:.0f}"
