@@ -35,6 +35,7 @@ from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
 from curriculum.saved_weights import Weights, chosen_again, find_weights, ledger_beside
 from curriculum.schema.adaptation import LINEAGE, chat_of, lineage_at
+from curriculum.train.device import own_settings
 from curriculum.views.model_card import Exported, model_card
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def _refusals_told(output: Path) -> Iterator[None]:
         raise InputError(f"-o {output}: cannot be written: {error}{full}") from None
 
 
+@own_settings()
 def _parameters(
     directory: RunDirectory, saved: Path, architecture: Mapping[str, Any], lineage: Mapping[str, Any] | None
 ) -> dict[str, np.ndarray]:
@@ -303,6 +305,7 @@ def _described(
     return Exported(step, of, kind, dtype, target.config, drawn, opens_with, merged, target.template, opens, **in_gguf)
 
 
+@own_settings()
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:
     """A model's float32 parameters on the host, from a safetensors export. Raises InputError for other arrays."""
     import jax

@@ -603,6 +603,9 @@ def test_what_the_caller_asks_of_jax_for_code_of_his_own_reaches_no_run(forbiddi
         first = next(pieces)
         assert (jax.config.jax_numpy_rank_promotion, jax.sharding.get_mesh()) == asked
         assert [first, *pieces][-1].whole == text
+        assert export(tmp_path / "run", tmp_path / "out", format="safetensors", step=8) == 8
+        assert load_exported(tmp_path / "out", loaded.generator.model).keys() == loaded.params.keys()
+        assert load_params(tmp_path / "run/checkpoints/8/params").keys() == loaded.params.keys()
     assert round(loss, 6) == load_run(tmp_path / "run").evals()[-1][1]
 
 

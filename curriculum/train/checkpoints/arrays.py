@@ -46,6 +46,7 @@ def save_params(folder: Path, params: Any) -> None:
         raise disk_error(error) from None
 
 
+@own_settings()
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
     """Load a saved tree of arrays, such as `RUN/checkpoints/STEP/params`, whatever devices it was saved from.
 
