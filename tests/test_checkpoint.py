@@ -671,6 +671,16 @@ def test_a_checkpoint_is_found_whose_replacement_was_killed_between_their_names(
         assert claim(run, lock, "latest")[0].folder == run.checkpoints / "12"
 
 
+def test_a_ctrl_c_while_a_checkpoint_is_read_is_not_taken_for_a_fault_of_its(tmp_path, monkeypatch):
+    async def interrupted(**_):
+        raise KeyboardInterrupt
+
+    save_params(tmp_path / "arrays", {"w": np.ones(3)})
+    monkeypatch.setattr("orbax.checkpoint._src.serialization.serialization._read_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_params(tmp_path / "arrays")
+
+
 def test_what_the_disk_kept_of_a_replaced_checkpoint_does_not_come_back_once_there_is_a_later_one(tmp_path):
     for name in ("16", ".12.replaced", ".x.replaced"):
         (tmp_path / name).mkdir()

@@ -70,6 +70,8 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
         if folder.parent.name.isdecimal():
             check_there(folder.parent)
         cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
+        if isinstance(cause, KeyboardInterrupt):  # which orbax turns into an Exception
+            raise cause from None
         what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
         del cause
     # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: once collected,
