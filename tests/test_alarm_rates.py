@@ -204,12 +204,13 @@ def test_a_steep_start_of_a_run_of_twenty_evals_makes_no_false_alarms(rho, jitte
 
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 @pytest.mark.parametrize("tolerance", [0.0, 0.01])
-@pytest.mark.parametrize("boundary", PHASE_ENDS)
+@pytest.mark.parametrize("last", [*PHASE_ENDS, 20, 28])
 @pytest.mark.parametrize("fall", [lambda k: 0.0, lambda k: 2 * (1 - 0.9**k)], ids=["level", "falling"])
-def test_a_rise_of_what_is_said_to_be_detectable_is_found(rho, tolerance, boundary, fall):
+def test_a_rise_of_what_is_said_to_be_detectable_is_found(rho, tolerance, last, fall):
+    """After eval `last`, the end of a phase or amid one."""
     num_runs = 500
     simulation = Simulation(np.random.default_rng(7), (num_runs,), rho, tolerance, fall)
-    for _ in range(boundary):
+    for _ in range(last):
         stated = simulation.eval().detectable
     fallen = fall(simulation.k)
     simulation.fall = lambda k: fallen  # no further
@@ -219,7 +220,8 @@ def test_a_rise_of_what_is_said_to_be_detectable_is_found(rho, tolerance, bounda
     found_RB = [(simulation.eval().states_B == REGRESSED) & ~stands for _ in range(2)]
     by_second = np.mean(np.any(found_RB[0] | found_RB[1], axis=-1))
     at_once_B = np.mean(found_RB[0], axis=0)
-    print(f"rho {rho}, tolerance {tolerance}, eval {boundary}: {by_second:.3f} by the second, at once {at_once_B}")
-    assert by_second >= 0.8
+    print(f"rho {rho}, tolerance {tolerance}, eval {last}: {by_second:.3f} by the second, at once {at_once_B}")
+    assert by_second >= (0.86 if fallen else 0.99)
     # Against the phase's own start, which is free of the winner's curse, the first eval alone has about the stated power.
-    assert 0.75 <= at_once_B[PHASE_START] <= 0.93
+    if last in PHASE_ENDS:
+        assert 0.75 <= at_once_B[PHASE_START] <= 0.93
