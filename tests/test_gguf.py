@@ -10,8 +10,9 @@ from gguf_models import LLAMA3_SCALING, MODELS, config_of, params_of
 from hf_folders import definition_of, write_folder
 from test_hf_writer import own_tokenizer
 
-from curriculum.data.tokenizers.gguf_vocabulary import reads_otherwise
-from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+from curriculum.data.tokenizers import hf_writer
+from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary, reads_otherwise
+from curriculum.data.tokenizers.hf_writer import merges_of, write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
@@ -389,6 +390,21 @@ def test_added_tokens_that_are_words_of_their_own_are_told(tmp_path):
     assert added["id"] in alone and added["id"] not in inside
     _, told = reads_otherwise(tokenizer)
     assert told == ("'<tool_call>' is a token only as a word of its own, but for what reads the GGUF file in words too")
+
+
+def test_the_merges_of_a_tokenizer_are_found_once_for_an_export(monkeypatch):
+    """Those of 128,000 ids take seconds, and an export looked for them four times."""
+    found = []
+
+    def counted(tokens):
+        found.append(len(tokens))
+        return merges_of(tokens)
+
+    monkeypatch.setattr(hf_writer, "merges_of", counted)
+    for tokenizer in (own_tokenizer("bpe"), own_tokenizer("bpe")):
+        assert len(gguf_vocabulary(tokenizer, tokenizer.vocab_size)["token_merges"]) > 1
+        assert gguf_vocabulary(tokenizer, tokenizer.vocab_size) and not [*reads_otherwise(tokenizer)]
+    assert found == [tokenizer.vocab_size] * 2
 
 
 def test_kinds_made_here_that_llama_cpp_has_not_are_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from curriculum.data.tokenizers.chat_template import chat_template, ends_answer, own_template
@@ -116,6 +117,7 @@ def reads_otherwise(tokenizer: Tokenizer) -> Iterator[str]:
         yield "transformers reads no tokenizer without merges from a GGUF file; llama.cpp does"
 
 
+@lru_cache(maxsize=1)  # an export asks several times, and the merges of many ids take seconds
 def _parsed(tokenizer: Tokenizer) -> ParsedDefinition:
     return ParsedDefinition(hf_definition(tokenizer)) if tokenizer.hf is None else tokenizer.hf.parsed
 
