@@ -176,8 +176,8 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
     lines = [
         f"training diverged at step {done} of {course.total_steps} (phase {course.phase_at(done)}, learning rate "
         f"{course.rate_at(done):.3g}): {divergence.reason}",
-        f"  skipped      {int(state.skipped_updates)} updates in all: {int(guard.num_nonfinite)} not finite, "
-        f"{int(guard.num_outliers)} beyond the window",
+        f"  skipped      {counted(int(state.skipped_updates), 'update')} in all: {int(guard.num_nonfinite)} not "
+        f"finite, {int(guard.num_outliers)} beyond the window",
         f"  loss         {_course(guard.losses_W, first, done, [row['loss'] for row in rows])}",
         f"  grad norm    {_course(guard.grad_norms_W, first, done, [row['grad_norm'] for row in rows])}",
     ]
