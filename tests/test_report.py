@@ -805,6 +805,20 @@ def test_rows_that_are_not_drawn_are_not_read(tmp_path):
         write_report([tmp_path / "runs"], output)
 
 
+def test_a_branch_whose_rows_are_damaged_is_left_out_of_many_runs(tmp_path):
+    """Of branches even a page of many runs reads the rows, to tell where they part."""
+    losses = {"val": lambda step: 3.0}
+    trunk = write_run(tmp_path / "runs/trunk", losses)
+    for name in "abcd":
+        branch(trunk, tmp_path / "runs" / name, 60, losses)
+    metrics = tmp_path / "runs/c/metrics.jsonl"
+    metrics.write_text("{\n" + metrics.read_text())
+    output = tmp_path / "r.html"
+    [line] = write_report([tmp_path / "runs"], output)
+    assert line.startswith(f"{metrics.parent}: left out: {metrics}:1: got ")
+    assert "<h1>4 runs</h1>" in output.read_text()
+
+
 @pytest.mark.parametrize(("num_curves", "drawn"), [(1, 335), (7, 7 * 335), (40, 40 * 68)])
 def test_of_many_lines_in_a_chart_each_has_fewer_points(num_curves, drawn):
     """Of 1,001 points of one line every third, and the last; of one among forty, every fifteenth."""

@@ -175,8 +175,8 @@ class _Line(dict[str, Any]):
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run, oldest first; a last line that is still being written is left out.
 
-    Raises InputError, naming file and line, if there is no record or a line is broken. To take a field that an event
-    lacks raises DamagedRun.
+    Raises DamagedRun, naming file and line, if there is no record or a line is broken, and so does taking a field that
+    an event lacks.
     """
     return _read(run_dir, EVENTS)
 
@@ -204,7 +204,7 @@ def last_row(run_dir: Path) -> dict[str, Any] | None:
             start = file.seek(max(0, size_bytes - tail_bytes))
             lines = file.read().split(b"\n")[:-1]
             tail_bytes *= 2
-    return _checked(lines[-1], f"{path}: last line", _KEYS[METRICS]) if lines else None
+    return _checked(lines[-1], path, ": last line", _KEYS[METRICS]) if lines else None
 
 
 def number(value: Any) -> float | None:
@@ -308,20 +308,21 @@ def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def _lines(run_dir: Path, name: str) -> Iterator[dict[str, Any]]:
     path = run_dir / name
     if not path.is_file():
-        raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
+        raise DamagedRun(run_dir, f"{path}: no such file; expected the directory of a run, which holds one")
     with readable(path), open(path, "rb") as file:  # line by line: the rows of a long run are hundreds of megabytes
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
-                yield _Line(_checked(line[:-1], f"{path}:{number}", _KEYS[name]), path, number)
+                yield _Line(_checked(line[:-1], path, f":{number}", _KEYS[name]), path, number)
 
 
-def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
+def _checked(line: bytes, path: Path, place: str, keys: tuple[str, ...]) -> dict[str, Any]:
     record = _parsed(line)
     if not isinstance(record, dict) or any(record.get(k) is None for k in keys) or type(record["step"]) is not int:
         expected = f"one JSON object with {', '.join(keys)}"
-        raise InputError(
-            f"{where}: got {line[:60].decode(errors='backslashreplace')!r}, expected {expected}; restore the file from "
-            "a copy, or resume from a checkpoint before this line"
+        raise DamagedRun(
+            path.parent,
+            f"{path}{place}: got {line[:60].decode(errors='backslashreplace')!r}, expected {expected}; restore the "
+            "file from a copy, or resume from a checkpoint before this line",
         )
     return record
 
@@ -354,7 +355,7 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
         with open(path, "rb") as file:
             for line_number, line in enumerate(file, start=1):
                 try:
-                    _checked(line.removesuffix(b"\n"), f"{path}:{line_number}", _KEYS[name])
+                    _checked(line.removesuffix(b"\n"), path, f":{line_number}", _KEYS[name])
                 except InputError as error:
                     if name == EVENTS:
                         raise
