@@ -27,6 +27,7 @@ TRAIN = """
 import json, os, resource, signal, sys, time
 from pathlib import Path
 from curriculum.errors import InputError
+from curriculum.train import fields
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.feed import Feed
 from curriculum.train.signals import Stopped
@@ -62,6 +63,12 @@ def getitem(self, step):
         os.kill(os.getpid(), signal.SIGTERM)
     return make(self, step)
 Feed.__getitem__, Checkpoints.__init__ = getitem, init
+complete = fields.training_complete
+def completed(*arguments):
+    if at.get("end") == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    return complete(*arguments)
+fields.training_complete = completed
 if at.get("begin") == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
 try:
@@ -188,6 +195,16 @@ def test_the_last_good_step_is_the_one_that_the_run_goes_on_from(place, tmp_path
     code, errors = train_in_process(place, run_dir, resume="latest", **sections)
     assert code == 0, errors
     assert [e["step"] for e in load_run(run_dir).events if e["event"] == "resume"] == [last]
+
+
+@pytest.mark.slow
+def test_a_run_whose_record_cannot_be_ended_is_finished_later(place, tmp_path):
+    run_dir = tmp_path / "run"
+    code, errors = train_in_process(place, run_dir, {"end": "full"})
+    why = "is trained, but the end of its record could not be written: File too large; raise the limit on the size of a file"
+    assert code == 2 and f"{run_dir}: {why} (ulimit -f) and finish it with --resume latest" in errors
+    code, errors = train_in_process(place, run_dir, resume="latest")
+    assert code == 0 and load_run(run_dir).complete["total_steps"] == 12, errors
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 
 from curriculum.config import Config, check_is_config
 from curriculum.data.progress import WINDOWS, ConsoleProgress
+from curriculum.disk.append import how_to_make_room
 from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError, check_folder
 from curriculum.model.model import Model
@@ -312,8 +313,8 @@ def _complete(run: Running) -> dict[str, Any]:
         run.offsets()
     except OSError as error:
         raise InputError(
-            f"{run.directory.path}: is trained, but the end of its record could not be written: {error.strerror}; free "
-            "disk space and finish it with --resume latest"
+            f"{run.directory.path}: is trained, but the end of its record could not be written: {error.strerror}; "
+            f"{how_to_make_room(error)} and finish it with --resume latest"
         ) from None
     return event
 
