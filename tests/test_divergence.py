@@ -20,7 +20,7 @@ from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.train import divergence
+from curriculum.train import divergence, trainer
 from curriculum.train.bases import base_again
 from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints
@@ -411,6 +411,26 @@ def test_bad_updates_to_the_end_that_are_most_of_a_short_run_are_its_divergence(
         return
     with pytest.raises(Diverged, match="1[01] updates in a row were bad, from update [34] on"):
         trained(place, tmp_path / "run", data)
+
+
+def test_a_divergence_after_the_run_was_moved_away_is_left_to_its_resume(place, tmp_path, monkeypatch):
+    """Where it was there is no checkpoint to go back to: the record would say so for good."""
+    run_dir, log = tmp_path / "run", trainer.log
+
+    def moved_at_13(run, done):
+        log(run, done)
+        if done == 13:
+            run.settle(done)
+            run_dir.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(trainer, "log", moved_at_13)
+    phases = [
+        {"name": name, "until": until, "mixture": {"web": 1.0}, "lr": {"peak": peak}}
+        for name, until, peak in (("sane", 2, 1e-3), ("wild", "end", 1e30))
+    ]
+    with pytest.raises(InputError, match="run: was moved or removed while the run trained"):
+        trained(place, run_dir, exploding(place, phases=phases, train__steps=14))
+    assert load_run(tmp_path / "elsewhere").diverged is None and not run_dir.exists()
 
 
 def test_the_newest_checkpoint_from_before_the_bad_updates_stays(place, tmp_path, capsys):

@@ -57,11 +57,13 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
 
     It has diverged after `train.diverged_after` bad updates in a row, at its end also after fewer if they are most of
     the run, and, with `whole_state`, if parameters, optimizer state or moving average are not finite. This waits for
-    the updates under way: call it where the host waits anyway, before anything relies on the state.
+    the updates under way: call it where the host waits anyway, before anything relies on the state. Raises InputError
+    if the run's directory was moved away: a resume then finds the divergence again.
     """
     divergence = _find(run, done, whole_state)
     if divergence is None:
         return
+    run.check_there()  # where the run was moved away there is no checkpoint to go back to
     config, rollbacks = run.setup.config.train.rollback, run.history.rollbacks
     why = None
     if config is not None and len(rollbacks) < config.max:
