@@ -150,8 +150,8 @@ def test_tensor_parallel_sends_the_residual_stream_alone(measured):
     row = measured["none", *TENSOR]
     assert set(row["collectives"]) == {"all-reduce"}
     tokens = (WIDTH, 8 * 64)
-    # A block: 2 on the way forward; on the way back one for each matrix that reads the stream. And two more: what the
-    # embedding reads, and the gradient of what the head multiplies.
+    # A block: 2 in the forward pass; in the backward pass one for each matrix that reads the stream. And two more: what
+    # the embedding reads, and the gradient of what the head multiplies.
     assert sent(row, "all-reduce")[tokens] == LAYERS * (2 + 5) + 2
     exchanging = {case for case, found in measured.items() if "all-to-all" in found["collectives"]}
     assert exchanging == {case for case in measured if case[2] > 1 and case[3] == 1} > {("none", *FSDP[-1])}

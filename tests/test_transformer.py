@@ -233,7 +233,7 @@ def test_computing_again_changes_no_gradient(remat):
 
 
 def test_less_is_kept_the_more_is_computed_again():
-    """Of what the way back is handed; the compiler for CPUs merges what is computed again with what was there."""
+    """Of what the backward pass is handed; the compiler for CPUs merges what is computed again with what was there."""
     config = replace(SMALL, n_layer=6, d_model=64, d_ff=256, max_seq_len=128)
     shapes = transformer(config).shapes(), jax.ShapeDtypeStruct((4, 128), jnp.int32)
 

@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = absent_parser(__doc__)
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
     parser.add_argument("--slice", help="the slice that the chips are of, such as v5e:4x4; by default one of 4 chips")
-    parser.add_argument("--eval", action="store_true", help="an eval's way forward instead of an update")
+    parser.add_argument("--eval", action="store_true", help="an eval's forward pass instead of an update")
     parser.add_argument("--num-layers", type=int, help="instead of the preset's: fewer compile sooner")
     options = parser.parse_args(argv)
     fewer = [f"n_layer={options.num_layers}"] if options.num_layers else []
