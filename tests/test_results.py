@@ -103,7 +103,7 @@ def test_evals_whose_windows_a_copy_lacks_are_told(tmp_path, capfd):
         (run_dir / f"evals/{step}.npz").unlink()
     tiny_train(tmp_path, run_dir, 10)
     (told,) = [line for line in capfd.readouterr().err.splitlines() if "lacks the windows" in line]
-    assert told.startswith(f"{run_dir}: evals/ lacks the windows of the evals of 6, 9, which are in the record; ")
+    assert told.startswith(f"{run_dir}: evals/ lacks the windows of the evals at step 6, 9, which are in the record; ")
 
 
 def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_saved(tmp_path, capsys):

@@ -261,6 +261,6 @@ def _tell_missing_results(directory: RunDirectory) -> None:
     measured = dict.fromkeys(e["step"] for e in read_events(directory.path) if e["event"] == "eval")
     if missing := [str(step) for step in measured if step not in there]:
         tell(
-            f"{directory.path}: evals/ lacks the windows of the evals of {first_of(missing, MOST_NAMED)}, which are in "
-            "the record; restore them from where this was copied from: figures computed from them will be missing"
+            f"{directory.path}: evals/ lacks the windows of the evals at step {first_of(missing, MOST_NAMED)}, which "
+            "are in the record; restore them from what this is a copy of: figures computed from them will be missing"
         )
