@@ -10,6 +10,7 @@ import tracemalloc
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from curriculum.record.events import (
     STAMPS,
     Record,
     check_offsets,
+    check_views,
     cut_record,
     eval_sets,
     last_row,
@@ -51,6 +53,12 @@ class Seen:
 
 def tokens_at(step):
     return 100 * step
+
+
+def test_a_view_may_have_its_methods_in_any_way():
+    check_views([Seen(), Mock()])
+    with pytest.raises(InputError, match="expected a list of objects with the methods event, row and close"):
+        check_views([Seen(), Mock(spec=["event", "close"])])
 
 
 def strict(line):

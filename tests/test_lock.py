@@ -72,6 +72,10 @@ def test_the_lock_is_released_whatever_happens(tmp_path):
     assert take(tmp_path)
 
 
+FORKS = pytest.mark.filterwarnings("ignore:os.fork")  # jax is there, but the child only waits or ends
+
+
+@FORKS
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
     """It has a copy of the descriptor: a worker of a data loader, say, that lives on."""
     with RunLock(tmp_path) as lock:
@@ -91,6 +95,7 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
         os.close(ends)
 
 
+@FORKS
 def test_a_process_that_was_forked_meanwhile_does_not_release_the_lock(tmp_path):
     """As it leaves the `with` by an exception, say."""
     with RunLock(tmp_path) as lock:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from curriculum.disk.append import Appender, tell
 from curriculum.disk.durable import sync, write_whole
@@ -39,7 +39,6 @@ _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
-@runtime_checkable
 class View(Protocol):
     """Shows the record as it grows. `event` and `row` get a copy, the view's own, of what the line in the file has.
 
@@ -56,8 +55,15 @@ class View(Protocol):
 def check_views(given: Any) -> None:
     """Raise InputError unless views are given: a list of objects with the methods of `View`."""
     several = isinstance(given, Sequence)
-    if not several or not all(isinstance(view, View) and not isinstance(view, type) for view in given):
+    if not several or not all(_is_view(view) for view in given):
         raise InputError(f"views: got {given!r}, expected a list of objects with the methods event, row and close")
+
+
+def _is_view(given: Any) -> bool:
+    # Not isinstance: from Python 3.12 on it does not see methods that an object has by __getattr__, as a proxy has.
+    return not isinstance(given, type) and all(
+        callable(getattr(given, name, None)) for name in ("event", "row", "close")
+    )
 
 
 class Record:
