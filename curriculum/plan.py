@@ -62,8 +62,9 @@ class Plan:
         its own length.
     begins_from: the lineage of a run that begins from another run or from a folder.
     resumes: for a run that is resumed, {run, step, complete, lr, measures, edit}: its folder, the checkpoint's step,
-        whether that was the run's end, the learning rate of the next update (None if there is none), the eval sets that
-        are measured before it, and the `schedule_edit` that the run would record (None if the config changes nothing).
+        whether the run is complete there, the learning rate of the next update (None if there is none), the eval sets
+        that are measured before it, and the `schedule_edit` that the run would record (None if the config changes
+        nothing).
     """
 
     name: str

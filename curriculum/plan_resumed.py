@@ -8,7 +8,7 @@ from typing import Any
 from curriculum.config import Config, check_is_config
 from curriculum.data.corpus import Sizes, find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
-from curriculum.record.events import check_offsets, plain
+from curriculum.record.events import check_offsets, plain, read_events
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import continued_schedule
@@ -18,7 +18,7 @@ from curriculum.train.resuming.edits import edit_event, find_edit
 from curriculum.train.resuming.ledger import Found, check_past
 from curriculum.train.resuming.start import start_of
 from evalsets.evalset import EvalSet
-from phases.schedule import Schedule, segments_from_json
+from phases.schedule import Schedule
 
 
 def plan_resumed(
@@ -59,10 +59,11 @@ def plan_resumed(
     schedule, _ = continued_schedule(config, sizes.tokens_per_epoch, edit.past)
     found = _found(config, schedule, sizes, evalsets)
     accepted = check_past(saved, found, accept_past=accept_past)
+    last = read_events(directory.path)[-1:]  # the ledger does not tell: a later config may have ended the run there
     resumes = {
         "run": str(directory.path),
         "step": step,
-        "complete": step == Schedule(segments_from_json(saved["segments"])).total_steps,
+        "complete": [(e["event"], e["step"]) for e in last] == [("training_complete", step)],
         "lr": float(schedule.rates(step)) if step < schedule.total_steps else None,
         "measures": _measures(config, schedule, saved["history"], step),
         "edit": edit_event(edit, saved, found, accepted, warnings=()),

@@ -20,6 +20,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.model.loss import score_targets
+from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
@@ -246,6 +247,11 @@ def test_a_run_that_is_shortened_between_two_rows_has_a_last_row_and_may_be_exte
     assert without_clock([row]) == without_clock(load_run(tmp_path / "planned").metrics[-1:])
     assert shortened["final_train_loss"] == planned["final_train_loss"] == row["loss"]
     assert "step 8/8" in capsys.readouterr().out
+    # Continued with the same config it is finished, as the plan says; its checkpoint is still of a longer run.
+    again = build_config(tiny_data(tmp_path, train=shorter, **constant))
+    assert plan_resumed(again, run_dir, store_dir=tmp_path / "store").resumes["complete"]
+    train(again, run_dir, resume="latest", store_dir=tmp_path / "store")
+    assert capsys.readouterr().out == f"{run_dir} is finished: 8 of 8 steps. Nothing to do.\n"
     # The row is of the run's end, not of the checkpoint.
     tiny_train(tmp_path, run_dir, resume="latest", **constant)
     assert [row["step"] for row in load_run(run_dir).metrics] == [5, 10, 12]

@@ -60,12 +60,14 @@ def finished(
     step, own = resumed.step, resumed.folder.parent == directory.checkpoints
     if not own or not step == setup.course.total_steps == max(checkpoints.steps(), default=None):
         return None
-    if complete := load_run(directory.path).complete:
+    run = load_run(directory.path)
+    if complete := run.complete:
         added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
         unsaid = f" Not measured: {', '.join(added)} (needs more train.steps)." if added else ""
         if setup.config.train.steps > step:
             unsaid += " It ended before train.steps because a source with on_exhaust: stop ran out."
-        changes = [] if edit is None else edit["changes"]
+        # A config that ended the run where it stood differs from the ledger, but changes nothing.
+        changes = [] if edit is None or plain(setup.config.to_json()) == run.config_json else edit["changes"]
         if any(not change["path"].startswith("evalsets.") for change in changes):
             unsaid += " The changes in the config have no effect: all steps are trained."
         try:
