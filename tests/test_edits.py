@@ -368,6 +368,14 @@ def test_the_warnings_of_a_schedule_that_an_edit_leaves_alone_are_told_with_it()
     assert schedule == segmented(saved) and schedule.warnings == ()
 
 
+def test_a_ramp_that_is_added_or_taken_away_is_refused_without_its_shape():
+    _, saved = begun(step=90)
+    problems, _ = refusal(saved, changed(BASE, lambda d: phase(d, "b").update(ramp_steps=0)))
+    assert problems == ['config: phases[1].ramp_steps: got 0, but steps 40 to 80 were trained with "10%"']
+    problems, _ = refusal(saved, changed(BASE, lambda d: phase(d, "b").update(ramp_shape="cosine")))
+    assert problems == ['config: phases[1].ramp_shape: got "cosine", but steps 40 to 80 were trained with "linear"']
+
+
 def test_the_same_in_other_words_is_no_edit_of_the_past():
     _, saved = begun()
     data = changed(BASE, reweighted("a", web=70, law=30), lambda d: phase(d, "a").update(until="1280 tokens"))

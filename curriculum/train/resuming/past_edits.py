@@ -214,7 +214,8 @@ def _fields_changed(contrast: Contrast, name: str) -> Iterator[str]:
     if old["until"] != new["until"] and end not in ends:
         yield "until"
     before, after = (_resolved(phase, steps_then) for phase in (old, new))
-    yield from (key for key in before if before[key] != after[key])
+    # Without steps a ramp has no shape, so that of one that is added or taken away differs though nobody changed it.
+    yield from (key for key in before if before[key] != after[key] and old[key] != new[key])
     for key in SHAPE:
         shape, shape_now = field_of(contrast.was, old, key), field_of(contrast.now, new, key)
         if shape != shape_now and (old[key], new[key]) != (None, None):
