@@ -8,7 +8,7 @@ from typing import Any
 from curriculum.config import Config, check_is_config
 from curriculum.data.corpus import Sizes, find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
-from curriculum.record.events import check_offsets, plain, read_events
+from curriculum.record.events import check_offsets, plain, read_events_before_damage
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import continued_schedule
@@ -59,7 +59,8 @@ def plan_resumed(
     schedule, _ = continued_schedule(config, sizes.tokens_per_epoch, edit.past)
     found = _found(config, schedule, sizes, evalsets)
     accepted = check_past(saved, found, accept_past=accept_past)
-    last = read_events(directory.path)[-1:]  # the ledger does not tell: a later config may have ended the run there
+    # The ledger does not tell: a later config may have ended the run there.
+    last = read_events_before_damage(directory.path)[-1:]
     resumes = {
         "run": str(directory.path),
         "step": step,

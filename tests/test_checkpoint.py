@@ -837,6 +837,15 @@ def test_what_fails_in_a_folder_that_was_removed_hides_no_other_error(tmp_path, 
         checkpoints.close()
 
 
+def test_a_line_that_is_broken_after_the_checkpoint_is_cut_off(place, run, whole):
+    events = run / "events.jsonl"
+    *before, last = events.read_bytes().splitlines(keepends=True)
+    events.write_bytes(b"".join([*before, b"\0\0\n", last]))
+    tiny_train(place, run, resume=8)
+    kinds = [[event["event"] for event in load_run(path).events] for path in (whole, run)]
+    assert "resume" in kinds[1] and [kind for kind in kinds[1] if kind != "resume"] == kinds[0]
+
+
 def test_a_resume_with_other_software_is_told(place, run, monkeypatch, capsys):
     begun = load_run(run).start["software"]
     assert begun["jax"] == jax.__version__ and begun["jax_enable_x64"] == "False" and len(begun["code"]) == 16

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
@@ -185,6 +185,15 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     an event lacks.
     """
     return _read(run_dir, EVENTS)
+
+
+def read_events_before_damage(run_dir: Path) -> list[dict[str, Any]]:
+    """The events up to the first line that is broken: what a resume goes by, which cuts off what follows anyway."""
+    events = []
+    with suppress(InputError):
+        for event in _lines(run_dir, EVENTS):
+            events.append(event)
+    return events
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

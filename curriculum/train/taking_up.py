@@ -28,6 +28,7 @@ from curriculum.record.events import (
     last_row,
     plain,
     read_events,
+    read_events_before_damage,
 )
 from curriculum.record.queries import stopping_alarm
 from curriculum.record.wandb_log import WandbLog
@@ -208,11 +209,11 @@ def _files_as_of(setup: Setup, directory: RunDirectory, last: int, history: Hist
 
 def before(directory: RunDirectory) -> fields.Before:
     """What the record of a run that is taken up tells, before it is cut back."""
-    row, events, alarm = None, [], None
+    row, alarm = None, None
+    events = read_events_before_damage(directory.path)
     with suppress(InputError):
         row = last_row(directory.path)
     with suppress(InputError):
-        events = read_events(directory.path)
         alarm = stopping_alarm(events, max([row["step"] if row else 0, *(e["step"] for e in events[-1:])]))
     software = next((e["software"] for e in reversed(events) if "software" in e), None)
     return fields.Before(row and row["step"], software, alarm)

@@ -8,7 +8,7 @@ from typing import Any
 
 from curriculum.disk.manifest import damage
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
-from curriculum.record.events import read_events
+from curriculum.record.events import read_events_before_damage
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.processes.together import from_first, is_first
@@ -42,7 +42,8 @@ def kept_as(step: int) -> str:
 
 
 def _was_to_be_kept(directory: RunDirectory, step: int) -> bool:
-    alarms = (e for e in read_events(directory.path) if e["event"] == "eval_regression" and e["step"] == step)
+    events = read_events_before_damage(directory.path)
+    alarms = (event for event in events if event["event"] == "eval_regression" and event["step"] == step)
     return any(alarm["action"] == kept_as(step) for alarm in alarms)
 
 
